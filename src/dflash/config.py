@@ -1,0 +1,67 @@
+"""Where the Hydra configuration lies, and how a resumed run gets its own configuration back."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+_PACKAGE = Path(__file__).resolve().parent
+_CHECKOUT_CONF = _PACKAGE.parents[1] / "conf"
+
+# A relative `config_path` breaks console scripts and wheels, so every command hands Hydra this absolute one.
+# The wheel carries the same files as the package `dflash.conf` (see pyproject.toml).
+CONF_DIR = str(_CHECKOUT_CONF if (_CHECKOUT_CONF / "train.yaml").exists() else _PACKAGE / "conf")
+
+# hydra.run.dir of `dflash.train`: a resumed run continues in its own folder, any other gets a fresh one.
+OmegaConf.register_new_resolver("run_folder", lambda resume_from, fresh: resume_from or fresh, replace=True)
+
+RUN_CONFIG = "config.yaml"  # in the run folder: the whole configuration the run was started with
+
+
+def save_run_config(config: DictConfig, run_folder: Path) -> None:
+    """Write the whole configuration into the run folder; one that a resume changed is kept under another name."""
+    path = run_folder / RUN_CONFIG
+    text = OmegaConf.to_yaml(config, resolve=True)
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        num_kept = len(list(run_folder.glob("config.before-resume-*.yaml")))
+        path.rename(run_folder / f"config.before-resume-{num_kept + 1}.yaml")
+    path.write_text(text, encoding="utf-8")
+
+
+# What a resumed run may change: nothing that shapes its plan, its model or its steps.
+_FREE_TO_CHANGE = ("max_steps", "epochs", "stop_after_steps", "num_workers", "trainer", "logger", "callbacks")
+_FIXED_TRAINER_KEYS = ("accumulate_grad_batches", "gradient_clip_val", "precision")
+
+
+def config_of_resumed_run(composed: DictConfig, overrides: list[str]) -> DictConfig:
+    """The configuration that `resume_from` was started with, and the few overrides that a resume allows.
+
+    Args:
+        composed: what Hydra composed from the command line of the resume.
+        overrides: that command line's overrides, `key=value` or `group=option`.
+
+    Raises:
+        ValueError: the folder holds no run, or an override would change what was trained.
+    """
+    path = Path(composed.resume_from) / RUN_CONFIG
+    if not path.is_file():
+        raise ValueError(
+            f"resume_from={composed.resume_from}: found no {RUN_CONFIG} there. Expected the folder of a run of "
+            "dflash.train."
+        )
+    config = OmegaConf.load(path)
+    assert isinstance(config, DictConfig)
+    config.resume_from = composed.resume_from
+    config.stop_after_steps = None  # it has been reached; only the command line sets a new one
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0].partition("@")[0]
+        group, _, rest = key.partition(".")
+        if key == "resume_from" or group == "hydra":
+            continue
+        if group not in _FREE_TO_CHANGE or (group == "trainer" and (not rest or rest in _FIXED_TRAINER_KEYS)):
+            raise ValueError(
+                f"{override} cannot be combined with resume_from: it would change what the run trains on or how. "
+                f"Allowed: {', '.join(_FREE_TO_CHANGE)} (of trainer not {', '.join(_FIXED_TRAINER_KEYS)}). To start "
+                f"anew from its weights, use init_from={composed.resume_from}."
+            )
+        OmegaConf.update(config, key, OmegaConf.select(composed, key), force_add=True)
+    return config
