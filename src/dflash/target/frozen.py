@@ -1,0 +1,148 @@
+"""The frozen target: reads tokens, gives the hidden states that the drafter is conditioned on."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class _LastLayerReachedError(Exception):
+    """Ends a forward pass after the last captured layer: what lies above it would be computed for nothing."""
+
+
+class FrozenTarget:
+    """A causal LM whose chosen decoder layers are captured.
+
+    A plain object, not an `nn.Module`: so it is in no state dict, no optimizer, and `.to()`, `.train()` and precision
+    casting of the module that uses it pass it by.
+
+    Layer id i means the output of decoder layer i, counted from 0. That is transformers' `hidden_states[i + 1]`, except
+    for the last layer, where transformers has applied the final norm already and a captured state has not.
+
+    Args:
+        model: any Hugging Face causal LM.
+        layer_ids: distinct ids in 0..num_layers-1, in the order in which the states are concatenated.
+        device: where it runs.
+
+    Raises:
+        ValueError: layer ids out of range or repeated.
+    """
+
+    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int], device: torch.device | str = "cpu") -> None:
+        check_layer_ids(layer_ids, model.config.get_text_config().num_hidden_layers)
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.layer_ids = tuple(layer_ids)
+        self.device = torch.device(device)
+
+    def hidden_states(self, input_ids: Tensor) -> Tensor:
+        """States of the captured layers, concatenated.
+
+        Args:
+            input_ids: [B, S] int64. Padding must stand on the right: the target is causal, so it changes no real
+                position, and needs no mask.
+
+        Returns:
+            [B, S, L * H] in the target's dtype.
+        """
+        captured: dict[int, Tensor] = {}
+        last = max(self.layer_ids)
+
+        def capture(layer_id: int, output: Any) -> None:
+            captured[layer_id] = output[0] if isinstance(output, tuple) else output
+            if layer_id == last:
+                raise _LastLayerReachedError
+
+        # no_grad and not inference_mode: tensors made in inference mode can not be saved for the drafter's backward.
+        hooks = _layer_hooks(decoder_layers(self.model), self.layer_ids, capture)
+        with torch.no_grad(), hooks, suppress(_LastLayerReachedError):
+            self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False)
+        return torch.cat([captured[i] for i in self.layer_ids], dim=-1)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers of a causal LM.
+
+    Raises:
+        ValueError: the model has none under a name that transformers uses.
+    """
+    decoder = model.get_decoder()
+    for name in ("layers", "h"):
+        if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
+            return layers
+    raise ValueError(f"target {type(model).__name__}: found no list of decoder layers in {type(decoder).__name__}.")
+
+
+@contextmanager
+def _layer_hooks(layers: nn.ModuleList, layer_ids: Sequence[int], capture: Any) -> Iterator[None]:
+    handles = [
+        layers[i].register_forward_hook(lambda _module, _args, output, i=i: capture(i, output)) for i in layer_ids
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
+    """Refuse layer ids that are repeated or that the target does not have.
+
+    Raises:
+        ValueError: with the ids and the range.
+    """
+    out_of_range = [i for i in layer_ids if not 0 <= i < num_layers]
+    if not layer_ids or out_of_range or len(set(layer_ids)) < len(layer_ids):
+        raise ValueError(
+            f"drafter.target_layer_ids={list(layer_ids)}: expected distinct ids in 0..{num_layers - 1}, the target has "
+            f"{num_layers} layers. Name them, for example drafter.target_layer_ids=[0,{num_layers - 1}]."
+        )
+
+
+def spaced_layer_ids(num_captured: int, num_layers: int) -> list[int]:
+    """`num_captured` layer ids, evenly spaced from 1 to num_layers - 3; a single one is num_layers // 2.
+
+    Raises:
+        ValueError: the target is too small for so many distinct ids.
+    """
+    if num_captured == 1:
+        return [num_layers // 2]
+    first, last = 1, num_layers - 3
+    ids = [round(first + k * (last - first) / (num_captured - 1)) for k in range(num_captured)]
+    if len(set(ids)) < num_captured or last <= first:
+        raise ValueError(
+            f"drafter.num_captured={num_captured}: the target's {num_layers} layers do not hold so many distinct "
+            f"ones between 1 and {num_layers - 3} (evenly spaced: {ids}). Name them: drafter.target_layer_ids=[...], "
+            f"each in 0..{num_layers - 1}."
+        )
+    return ids
+
+
+def resolve_mask_token_id(explicit: int | None, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
+    """Id of the mask token: the explicit one, else the tokenizer's, else the first vocabulary row without a token.
+
+    Args:
+        explicit: `target.mask_token_id`.
+        tokenizer: the target's.
+        vocab_size: rows of the target's embedding.
+
+    Raises:
+        ValueError: the id lies outside the vocabulary, or there is none of the three.
+    """
+    if explicit is not None:
+        if not 0 <= explicit < vocab_size:
+            raise ValueError(f"target.mask_token_id={explicit}: expected an id in 0..{vocab_size - 1}.")
+        return explicit
+    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id < vocab_size:
+        return int(tokenizer.mask_token_id)
+    used = set(tokenizer.get_vocab().values())
+    unused = next((i for i in range(vocab_size) if i not in used), None)
+    if unused is None:
+        raise ValueError(
+            "target.mask_token_id is null, the tokenizer has no mask token, and every one of the "
+            f"{vocab_size} vocabulary rows has a token. Set target.mask_token_id to a reserved token that never occurs "
+            "in the data."
+        )
+    return unused
