@@ -1,0 +1,198 @@
+"""The DFlash drafter: Qwen3-style layers that denoise blocks of tokens, conditioned on the target's hidden states.
+
+The target's states are fused once (`fc`, `hidden_norm`). Every layer projects keys and values from them and from its
+own block; queries come from the block alone. Module names are the published checkpoint's tensor names.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Qwen3Config
+
+from dflash.drafter.block_attention import DenseBlockAttention
+
+ContextKV = list[tuple[Tensor, Tensor]]  # a layer's keys and values, each [B, S, key heads, head_dim]
+
+
+class DFlashDrafter(nn.Module):
+    """Reads captured target states, proposes the tokens of a block in one pass.
+
+    Args:
+        config: the published config.json (see `dflash.drafter.config`).
+    """
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.block_size: int = config.block_size  # type: ignore[attr-defined]
+        dflash_config: dict[str, Any] = config.dflash_config  # type: ignore[attr-defined]
+        self.mask_token_id: int = dflash_config["mask_token_id"]
+        self.target_layer_ids: list[int] = list(dflash_config["target_layer_ids"])
+        width = config.hidden_size
+        self.fc = nn.Linear(len(self.target_layer_ids) * width, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=config.initializer_range)
+
+    def forward(self, hidden: Tensor, block_embeddings: Tensor, anchors: Tensor, anchor_doc: Tensor) -> Tensor:
+        """States of every slot of every block.
+
+        Args:
+            hidden: captured target states, [B, S, L * H].
+            block_embeddings: slot 0 the anchor's token, the rest the mask token, [N, K, H].
+            anchors: position of each block's anchor, [N] int64.
+            anchor_doc: row in 0..B-1 of each block, ascending, [N] int64.
+
+        Returns:
+            [N, K, H], final norm applied: what the target's LM head reads.
+        """
+        return self.denoise(block_embeddings, self.project_context(hidden), anchors, anchor_doc)
+
+    def project_context(self, hidden: Tensor, first_position: int = 0) -> ContextKV:
+        """Keys and values of the context, for every layer: what a KV cache holds.
+
+        Args:
+            hidden: captured target states of consecutive positions, [B, S, L * H].
+            first_position: position of the first one.
+
+        Returns:
+            A pair for every layer, each [B, S, key heads, head_dim].
+        """
+        context = self.hidden_norm(self.fc(hidden.to(self.fc.weight.dtype)))
+        positions = first_position + torch.arange(hidden.shape[1], device=hidden.device)
+        rotation = rotary_angles(positions[None], self.config, context.dtype)
+        return [layer.key_value(context, rotation) for layer in self.layers]  # type: ignore[operator]
+
+    def denoise(self, block_embeddings: Tensor, context: ContextKV, anchors: Tensor, anchor_doc: Tensor) -> Tensor:
+        """States of every slot, the context being projected already.
+
+        Args:
+            block_embeddings: [N, K, H]; K may be smaller than in training.
+            context: from `project_context`, or several of them joined along the positions.
+            anchors: [N] int64; a block sees context positions before its anchor.
+            anchor_doc: [N] int64, ascending.
+
+        Returns:
+            [N, K, H], final norm applied.
+        """
+        num_slots = block_embeddings.shape[1]
+        num_docs, context_length = context[0][0].shape[:2]
+        attention = DenseBlockAttention(
+            anchors, anchor_doc, num_docs=num_docs, context_length=context_length, block_size=num_slots
+        )
+        positions = anchors[:, None] + torch.arange(num_slots, device=anchors.device)
+        states = block_embeddings.to(self.fc.weight.dtype)
+        rotation = rotary_angles(positions, self.config, states.dtype)
+        for layer, (context_key, context_value) in zip(self.layers, context, strict=True):
+            states = layer(states, rotation, context_key, context_value, attention)
+        return self.norm(states)
+
+
+class DrafterLayer(nn.Module):
+    """Pre-norm attention and gated MLP, as in Qwen3."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = DrafterAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def key_value(self, context: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Of the fused context, [B, S, H] -> keys and values, each [B, S, key heads, head_dim]."""
+        return self.self_attn.key_value(context, rotation)
+
+    def forward(
+        self,
+        states: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        context_key: Tensor,
+        context_value: Tensor,
+        attention: DenseBlockAttention,
+    ) -> Tensor:
+        """[N, K, H] -> [N, K, H]."""
+        states = states + self.self_attn(self.input_layernorm(states), rotation, context_key, context_value, attention)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class DrafterAttention(nn.Module):
+    """Queries from the block; keys and values from the context and the block, with one norm and rotation for both."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        assert config.head_dim is not None
+        assert config.num_key_value_heads is not None
+        width, self.head_dim = config.hidden_size, config.head_dim
+        query_width, key_width = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(width, query_width, bias=False)
+        self.k_proj = nn.Linear(width, key_width, bias=False)
+        self.v_proj = nn.Linear(width, key_width, bias=False)
+        self.o_proj = nn.Linear(query_width, width, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def key_value(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """[..., H] -> keys and values, each [..., key heads, head_dim]."""
+        key = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim)))
+        value = self.v_proj(states).unflatten(-1, (-1, self.head_dim))
+        return rotate(key, rotation).to(value.dtype), value
+
+    def forward(
+        self,
+        states: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        context_key: Tensor,
+        context_value: Tensor,
+        attention: DenseBlockAttention,
+    ) -> Tensor:
+        """[N, K, H] -> [N, K, H]."""
+        block_key, block_value = self.key_value(states, rotation)
+        query = self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim)))
+        query = rotate(query, rotation).to(block_value.dtype)
+        return self.o_proj(attention(query, block_key, block_value, context_key, context_value).flatten(-2))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, intermediate, bias=False)
+        self.up_proj = nn.Linear(width, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, width, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+def rotary_angles(positions: Tensor, config: Qwen3Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding (RoFormer, arXiv 2104.09864, halves paired as in Llama).
+
+    Args:
+        positions: [..., P] int64.
+        config: gives head_dim and rope_theta.
+        dtype: what is rotated. The result is float32 or wider whatever this is; the angles are formed in float64, since
+            float32 is 5e-4 off at position 8,192.
+
+    Returns:
+        cos and sin, each [..., P, 1, head_dim / 2]: the 1 stands for the heads.
+    """
+    rope: dict[str, Any] = config.rope_parameters  # type: ignore[assignment]
+    head_dim: int = config.head_dim  # type: ignore[assignment]
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
+    angles = positions[..., None].double() * rope["rope_theta"] ** -exponents
+    dtype = torch.promote_types(dtype, torch.float32)
+    return angles.cos().to(dtype)[..., None, :], angles.sin().to(dtype)[..., None, :]
+
+
+def rotate(vectors: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate [..., P, heads, head_dim] by the angles of `rotary_angles`."""
+    cos, sin = rotation
+    first, second = vectors.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,28 @@
+"""TensorBoard tags, each named once."""
+
+TRAIN_LOSS = "train/loss"
+TRAIN_ACCURACY = "train/accuracy"
+TRAIN_ACCEPTANCE_LENGTH = "train/acceptance_length"
+TRAIN_LR = "train/lr"
+LOSS_BY_LENGTH = "loss_by_length"
+ACCEPTANCE_BY_LENGTH = "acceptance_by_length"
+PADDING_RATIO = "padding/ratio"
+PADDING_TOKENS = "padding/tokens"
+REAL_TOKENS_PER_S = "throughput/real_tokens_per_s"
+PADDED_TOKENS_PER_S = "throughput/padded_tokens_per_s"
+ANCHORS_PER_S = "throughput/anchors_per_s"
+GRAD_NORM = "grad/norm"
+DATA_EPOCH = "data/epoch"
+VAL_LOSS = "val/loss"
+VAL_ACCEPTANCE_LENGTH = "val/acceptance_length"
+VAL_LOSS_BY_LENGTH = "val_loss_by_length"
+
+
+def length_bucket(length_tokens: int) -> int:
+    """Index b of the fixed bucket 2**b <= length < 2**(b + 1), the same whatever the sampler."""
+    return length_tokens.bit_length() - 1
+
+
+def by_length(group: str, bucket: int) -> str:
+    """Tag of one length bucket, `loss_by_length/0128-0255` for bucket 7."""
+    return f"{group}/{2**bucket:04d}-{2 ** (bucket + 1) - 1:04d}"

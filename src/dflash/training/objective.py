@@ -1,0 +1,197 @@
+"""The training objective: cross-entropy of every supervised slot, weighted less the further it lies from the anchor.
+
+Rules (design 4.6): slot k of a block with anchor a predicts token a + k; slot 0 is the anchor and has no loss;
+supervision stops at the first unsupervised or out-of-range position; w_k = exp(-(k - 1) / gamma). The loss of an
+optimizer step is sum(w * CE) / sum(w) over all of its micro-batches and ranks, so what is formed here are the two sums.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash.target.ends import TargetEnds
+
+# Decay of the slot weights in the published recipe (arXiv 2602.06036), by block size.
+PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+@dataclass
+class BlockOutcome:
+    """What the blocks of one batch came to. N blocks, K slots; slot 0 has no entry."""
+
+    loss_sum: Tensor  # scalar, sum of weight * cross-entropy, carries the gradient
+    weights: Tensor  # [N, K - 1] float32 or wider, 0 where there is no label
+    cross_entropy: Tensor  # [N, K - 1] float32 or wider, 0 where there is no label
+    supervised: Tensor  # [N, K - 1] bool
+    correct: Tensor  # [N, K - 1] bool, the most likely token is the label
+
+    def matched(self) -> Tensor:
+        """[N] int64: length of each block's leading run of right predictions."""
+        return matched_prefix(self.correct)
+
+
+def matched_prefix(correct: Tensor) -> Tensor:
+    """Length of each block's leading run of right predictions.
+
+    Args:
+        correct: [N, K - 1] bool, false where there is no label.
+
+    Returns:
+        [N] int64, each in 0..K-1. The accepted length of a round is this plus one (the target's own token).
+    """
+    return correct.long().cumprod(dim=1).sum(dim=1)
+
+
+def block_token_ids(
+    input_ids: Tensor, anchors: Tensor, anchor_doc: Tensor, block_size: int, mask_token_id: int
+) -> Tensor:
+    """What a block starts from: the anchor's token in slot 0, the mask token in all others.
+
+    Args:
+        input_ids: [B, S] int64.
+        anchors: [N] int64.
+        anchor_doc: [N] int64.
+        block_size: K.
+        mask_token_id: fills slots 1..K-1.
+
+    Returns:
+        [N, K] int64.
+    """
+    token_ids = input_ids.new_full((len(anchors), block_size), mask_token_id)
+    token_ids[:, 0] = input_ids[anchor_doc, anchors]
+    return token_ids
+
+
+def block_labels(
+    input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, anchor_doc: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Labels of slots 1..K-1 and where they exist.
+
+    Args:
+        input_ids: [B, S] int64.
+        loss_mask: [B, S] bool, false on padding.
+        anchors: [N] int64.
+        anchor_doc: [N] int64.
+        block_size: K.
+
+    Returns:
+        labels [N, K - 1] int64 and supervised [N, K - 1] bool. A block's supervision ends at its first false.
+    """
+    positions = anchors[:, None] + torch.arange(1, block_size, device=anchors.device)
+    in_range = positions < input_ids.shape[1]
+    positions = positions.clamp(max=input_ids.shape[1] - 1)
+    row = anchor_doc[:, None]
+    supervised = (in_range & loss_mask[row, positions]).long().cumprod(dim=1).bool()
+    return input_ids[row, positions], supervised
+
+
+class CrossEntropyObjective:
+    """Weighted cross-entropy against the data's tokens.
+
+    Args:
+        block_size: K.
+        gamma: decay of the slot weights, in slots; null takes the published one for K of 16, 10 or 8.
+        chunk_slots: how many slots pass the LM head at a time; bounds the memory of the logits to chunk_slots * V.
+
+    Raises:
+        ValueError: no gamma is published for K and none is given.
+    """
+
+    def __init__(self, block_size: int, gamma: float | None = None, chunk_slots: int = 512) -> None:
+        if gamma is None and block_size not in PUBLISHED_GAMMA:
+            raise ValueError(
+                f"objective.gamma=null, and none is published for drafter.block_size={block_size} (only for "
+                f"{', '.join(map(str, PUBLISHED_GAMMA))}). Set objective.gamma, about half the block size."
+            )
+        gamma = PUBLISHED_GAMMA[block_size] if gamma is None else gamma
+        if isinstance(gamma, bool) or not isinstance(gamma, int | float) or not gamma > 0:
+            raise ValueError(f"objective.gamma={gamma!r}: expected a number above 0.")
+        if isinstance(chunk_slots, bool) or not isinstance(chunk_slots, int) or chunk_slots < 1:
+            raise ValueError(f"objective.chunk_slots={chunk_slots!r}: expected a whole number of 1 or more.")
+        self.chunk_slots = chunk_slots
+        self.slot_weights = [math.exp(-(k - 1) / gamma) for k in range(1, block_size)]
+
+    def __call__(self, states: Tensor, labels: Tensor, supervised: Tensor, ends: TargetEnds) -> BlockOutcome:
+        """Sum the weighted cross-entropy of all blocks.
+
+        Args:
+            states: the drafter's output, [N, K, H].
+            labels: [N, K - 1] int64.
+            supervised: [N, K - 1] bool.
+            ends: the target's LM head.
+        """
+        wide = torch.promote_types(states.dtype, torch.float32)
+        weights = torch.tensor(self.slot_weights, dtype=wide, device=states.device) * supervised
+        loss_sum, slot_loss, slot_correct = WeightedHeadCrossEntropy.apply(
+            states[:, 1:][supervised], labels[supervised], weights[supervised], ends, self.chunk_slots
+        )
+        cross_entropy = torch.zeros_like(weights)
+        cross_entropy[supervised] = slot_loss.to(wide)
+        correct = torch.zeros_like(supervised)
+        correct[supervised] = slot_correct
+        return BlockOutcome(loss_sum, weights, cross_entropy, supervised, correct)
+
+
+class WeightedHeadCrossEntropy(torch.autograd.Function):
+    """LM head and weighted cross-entropy, a chunk of slots at a time.
+
+    The gradient towards the states is formed in the forward pass while a chunk's logits exist, so that neither the
+    whole [R, V] is kept nor a product computed twice. Softmax and logsumexp are float32 or wider: in bfloat16 the loss
+    is biased.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, labels: Tensor, weights: Tensor, ends: TargetEnds, chunk_slots: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """R slots.
+
+        Args:
+            ctx: autograd's.
+            states: [R, H].
+            labels: [R] int64.
+            weights: [R].
+            ends: the target's LM head.
+            chunk_slots: slots a chunk.
+
+        Returns:
+            sum of weight * cross-entropy (scalar), cross-entropy [R], whether the most likely token is the label [R].
+        """
+        wide = torch.promote_types(ends.head.dtype, torch.float32)
+        slot_loss = torch.zeros(len(states), dtype=wide, device=states.device)
+        slot_correct = torch.zeros(len(states), dtype=torch.bool, device=states.device)
+        gradient = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        # Autocast would round the logits of a float32 head to bfloat16; the head's own dtype decides here.
+        with torch.autocast(states.device.type, enabled=False):
+            for start in range(0, len(states), chunk_slots):
+                rows = slice(start, start + chunk_slots)
+                logits = ends.logits(states[rows]).to(wide)
+                label = labels[rows, None]
+                log_partition = logits.logsumexp(dim=-1, keepdim=True)
+                slot_loss[rows] = (log_partition - logits.gather(-1, label)).squeeze(-1)
+                slot_correct[rows] = logits.argmax(dim=-1) == labels[rows]
+                if gradient is not None:
+                    gradient[rows] = _head_backward(logits, log_partition, label, weights[rows, None], ends)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(slot_loss, slot_correct)
+        return (slot_loss * weights).sum(), slot_loss, slot_correct
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Scale the gradient that the forward pass has formed."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_loss.to(gradient.dtype), None, None, None, None
+
+
+def _head_backward(logits: Tensor, log_partition: Tensor, label: Tensor, weight: Tensor, ends: TargetEnds) -> Tensor:
+    """d(sum of weight * cross-entropy) / d states of one chunk, [R, H]. Overwrites `logits`."""
+    slope = None if ends.logit_softcap is None else 1 - (logits / ends.logit_softcap).square_()
+    error = logits.sub_(log_partition).exp_()  # softmax
+    error.scatter_add_(-1, label, torch.full_like(error[:, :1], -1.0))
+    error.mul_(weight * ends.logit_scale)
+    if slope is not None:
+        error.mul_(slope)
+    return error.to(ends.head.dtype) @ ends.head
