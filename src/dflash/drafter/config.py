@@ -65,8 +65,8 @@ def drafter_config(options: DrafterOptions, target: PretrainedConfig, mask_token
     else:
         layer_ids = list(options.target_layer_ids)
         check_layer_ids(layer_ids, num_target_layers)
-    num_heads: int = options.num_attention_heads or target.num_attention_heads  # type: ignore[assignment]
-    num_kv_heads: int = options.num_key_value_heads or getattr(target, "num_key_value_heads", num_heads)
+    num_heads: int = options.num_attention_heads or target.num_attention_heads
+    num_kv_heads: int = options.num_key_value_heads or getattr(target, "num_key_value_heads", num_heads)  # type: ignore[assignment]
     if num_heads % num_kv_heads:
         raise ValueError(
             f"drafter.num_attention_heads={num_heads} is no multiple of drafter.num_key_value_heads={num_kv_heads}."

@@ -26,8 +26,8 @@ class DFlashDrafter(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.config = config
-        self.block_size: int = config.block_size  # type: ignore[attr-defined]
-        dflash_config: dict[str, Any] = config.dflash_config  # type: ignore[attr-defined]
+        self.block_size: int = config.block_size
+        dflash_config: dict[str, Any] = config.dflash_config
         self.mask_token_id: int = dflash_config["mask_token_id"]
         self.target_layer_ids: list[int] = list(dflash_config["target_layer_ids"])
         width = config.hidden_size
@@ -184,7 +184,7 @@ def rotary_angles(positions: Tensor, config: Qwen3Config, dtype: torch.dtype) ->
         cos and sin, each [..., P, 1, head_dim / 2]: the 1 stands for the heads.
     """
     rope: dict[str, Any] = config.rope_parameters  # type: ignore[assignment]
-    head_dim: int = config.head_dim  # type: ignore[assignment]
+    head_dim: int = config.head_dim
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
     angles = positions[..., None].double() * rope["rope_theta"] ** -exponents
     dtype = torch.promote_types(dtype, torch.float32)

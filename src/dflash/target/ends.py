@@ -74,7 +74,7 @@ def target_ends(model: PreTrainedModel) -> TargetEnds:
         ValueError: the model adds something to the embedding (learned positions, say) or treats logits in a way that
             a scale and a soft-cap do not describe.
     """
-    embedding = model.get_input_embeddings().weight.detach()
+    embedding: Tensor = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
     output_layer = model.get_output_embeddings()
     head = output_layer.weight.detach()
     bias = getattr(output_layer, "bias", None)

@@ -33,7 +33,7 @@ class FrozenTarget:
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int], device: torch.device | str = "cpu") -> None:
         check_layer_ids(layer_ids, model.config.get_text_config().num_hidden_layers)
-        self.model = model.to(device).eval().requires_grad_(False)
+        self.model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module.to's overloads
         self.layer_ids = tuple(layer_ids)
         self.device = torch.device(device)
 

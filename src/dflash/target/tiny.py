@@ -58,6 +58,6 @@ def build_tiny_model() -> LlamaForCausalLM:
         torch.manual_seed(0)
         model = LlamaForCausalLM(tiny_config())
     with torch.no_grad():
-        # A zero logit is never the largest of a hundred: the model writes neither the mask token nor a turn's beginning.
+        # A zero logit is never the largest of a hundred: the model writes no mask token and begins no turn.
         model.lm_head.weight[[_SPECIAL_TOKENS.index(t) for t in ("<|unknown|>", "<|im_start|>", "<|mask|>")]] = 0.0
     return model

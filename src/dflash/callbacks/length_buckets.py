@@ -1,0 +1,50 @@
+"""Loss and acceptance length by length of the sample: who pays for the batching?"""
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from dflash import metric_names
+from dflash.batch import Batch
+from dflash.callbacks.interval import IntervalCallback, log_metrics
+from dflash.training.lightning_module import DFlashModule
+from dflash.training.objective import BlockOutcome
+
+_NUM_BUCKETS = 32
+
+
+class LengthBuckets(IntervalCallback):
+    """`loss_by_length/*` in training; `val_loss_by_length/*` and `acceptance_by_length/*` (the walk) in validation.
+
+    The buckets are powers of two, the same for every sampler, so that runs can be compared.
+    """
+
+    num_sums = 2 * _NUM_BUCKETS
+
+    def measure(self, trainer: Trainer, batch: Batch, outcome: BlockOutcome | None) -> Tensor:
+        """Weighted loss of every bucket, then weight of every bucket."""
+        sums = torch.zeros(2, _NUM_BUCKETS, dtype=torch.float64)
+        if outcome is not None:
+            buckets = torch.tensor([metric_names.length_bucket(length) for length in batch.lengths.tolist()])
+            bucket_of_block = buckets[batch.anchor_doc.cpu()]
+            loss = (outcome.weights * outcome.cross_entropy).sum(dim=1)
+            sums[0].index_add_(0, bucket_of_block, loss.double().cpu())
+            sums[1].index_add_(0, bucket_of_block, outcome.weights.sum(dim=1).double().cpu())
+        return sums.flatten()
+
+    def metrics(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
+        """The loss of each bucket that was seen."""
+        return _ratios(metric_names.LOSS_BY_LENGTH, sums[:_NUM_BUCKETS], sums[_NUM_BUCKETS:])
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The module has summed over all ranks by now."""
+        assert isinstance(pl_module, DFlashModule)
+        loss, weight, tokens, rounds = pl_module.validation_totals.tolist()
+        metrics = _ratios(metric_names.VAL_LOSS_BY_LENGTH, loss, weight)
+        metrics |= _ratios(metric_names.ACCEPTANCE_BY_LENGTH, tokens, rounds)
+        log_metrics(trainer, pl_module, metrics)
+
+
+def _ratios(group: str, numerators: list[float], counts: list[float]) -> dict[str, float]:
+    pairs = enumerate(zip(numerators, counts, strict=True))
+    return {metric_names.by_length(group, bucket): total / count for bucket, (total, count) in pairs if count}

@@ -1,0 +1,92 @@
+"""Where a run stands: from the number of a batch to its epoch, its step and its samples.
+
+The order of a whole run is a function of its plans, so the position is computed and never stored: a resumed run asks
+for batch 1,234 and gets what batch 1,234 always was.
+"""
+
+import numpy as np
+
+from dflash.data.tokens import TokenDataset
+from dflash.samplers.base import LengthBatchSampler, Plan
+from dflash.samplers.limits import BatchLimits, IntArray
+
+
+class TrainingSchedule:
+    """The plans of all epochs of a run, made one at a time as they are needed.
+
+    Args:
+        dataset: the training samples.
+        sampler: composes the batches.
+        limits: what a batch may hold.
+        seed: of the run.
+        world_size: number of ranks.
+        accumulate: micro-batches that each rank contributes to an optimizer step.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        sampler: LengthBatchSampler,
+        limits: BatchLimits,
+        *,
+        seed: int,
+        world_size: int,
+        accumulate: int,
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+        self.limits = limits
+        self.seed = seed
+        self.world_size = world_size
+        self.accumulate = accumulate
+        self._last_plan: tuple[int, Plan] | None = None
+        self._first_step_of_epoch = [0]  # and so on; grows as plans are made
+
+    def plan(self, epoch: int) -> Plan:
+        """The batches of one epoch. The last one asked for is kept."""
+        if self._last_plan is None or self._last_plan[0] != epoch:
+            plan = self.sampler.plan(
+                self.dataset.lengths,
+                self.dataset.num_anchorable,
+                self.limits,
+                seed=self.seed,
+                epoch=epoch,
+                world_size=self.world_size,
+                accumulate=self.accumulate,
+            )
+            self._last_plan = (epoch, plan)
+            if len(self._first_step_of_epoch) == epoch + 1:
+                self._first_step_of_epoch.append(self._first_step_of_epoch[-1] + plan.num_steps)
+        return self._last_plan[1]
+
+    def num_steps(self, epochs: int) -> int:
+        """Optimizer steps of the first `epochs` epochs, exactly."""
+        while len(self._first_step_of_epoch) <= epochs:
+            self.plan(len(self._first_step_of_epoch) - 1)
+        return self._first_step_of_epoch[epochs]
+
+    def epoch_of_step(self, step: int) -> int:
+        """The epoch that optimizer step `step` (from 0) belongs to. No step straddles two."""
+        while self._first_step_of_epoch[-1] <= step:
+            self.plan(len(self._first_step_of_epoch) - 1)
+        return int(np.searchsorted(self._first_step_of_epoch, step, side="right")) - 1
+
+    def fractional_epoch(self, step: int) -> float:
+        """Epochs passed when `step` optimizer steps are complete."""
+        epoch = self.epoch_of_step(step)
+        first, end = self._first_step_of_epoch[epoch], self.num_steps(epoch + 1)
+        return epoch + (step - first) / (end - first)
+
+    def batch(self, number: int, rank: int) -> tuple[int, IntArray]:
+        """Epoch and dataset rows of a rank's batch.
+
+        Args:
+            number: of the batch within the whole run, counted on each rank, from 0.
+            rank: 0..world_size-1.
+
+        Returns:
+            epoch, and rows [B] int64.
+        """
+        step, micro = divmod(number, self.accumulate)
+        epoch = self.epoch_of_step(step)
+        return epoch, self.plan(epoch).batch(step - self._first_step_of_epoch[epoch], rank, micro)

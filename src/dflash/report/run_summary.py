@@ -1,0 +1,136 @@
+"""How a run ended: `summary.json` in its folder, and the same on the screen."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash import metric_names
+
+SUMMARY_NAME = "summary.json"
+
+
+class RunSummary:
+    """Collects what a run came to.
+
+    Args:
+        run_folder: where `summary.json` is written; a resumed run finds there what its first part measured untrained.
+    """
+
+    def __init__(self, run_folder: Path) -> None:
+        self.path = run_folder / SUMMARY_NAME
+        self.untrained: dict[str, float] = {}
+        if self.path.is_file():
+            earlier = json.loads(self.path.read_text(encoding="utf-8"))["validation"]["untrained"]
+            self.untrained = earlier or {}
+
+    def note_untrained(self, metrics: Mapping[str, Any]) -> None:
+        """Keep the validation of the drafter before its first step."""
+        self.untrained = _validation(metrics)
+
+    def finish(
+        self,
+        *,
+        metrics: Mapping[str, Any],
+        totals: Mapping[str, int],
+        steps: int,
+        epochs: float,
+        num_empty_steps: int,
+        throughput: Mapping[str, float] | None,
+        interrupted_by: str | None,
+    ) -> str:
+        """Write `summary.json` and return the text for the screen.
+
+        Args:
+            metrics: the latest value of every metric.
+            totals: counts over the whole run and all ranks, as `RunTotals` names them.
+            steps: optimizer steps done.
+            epochs: epochs done.
+            num_empty_steps: optimizer steps that had nothing to learn from.
+            throughput: rates since the warm-up steps of this process; None where it was too short.
+            interrupted_by: the signal that ended the run early, if one did.
+        """
+        padded_tokens = totals["padded_tokens"]
+        by_length = {
+            group: {
+                name.removeprefix(f"{group}/"): float(value)
+                for name, value in sorted(metrics.items())
+                if name.startswith(f"{group}/")
+            }
+            for group in (
+                metric_names.LOSS_BY_LENGTH, metric_names.VAL_LOSS_BY_LENGTH, metric_names.ACCEPTANCE_BY_LENGTH,
+            )
+        }  # fmt: skip
+        content = {
+            "steps": steps,
+            "epochs": epochs,
+            **totals,
+            "steps_without_anchor": num_empty_steps,
+            "padding_ratio": (padded_tokens - totals["real_tokens"]) / padded_tokens if padded_tokens else None,
+            "throughput": dict(throughput) if throughput else None,
+            "train": {
+                "loss": _number(metrics, metric_names.TRAIN_LOSS),
+                "acceptance_length": _number(metrics, metric_names.TRAIN_ACCEPTANCE_LENGTH),
+            },
+            "validation": {"trained": _validation(metrics), "untrained": self.untrained or None},
+            **by_length,
+            "checkpoint": str(self.path.parent / "checkpoints" / "last.ckpt"),
+            "best_checkpoint": str(self.path.parent / "checkpoints" / "best.ckpt"),
+            "interrupted_by": interrupted_by,
+        }
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, self.path)
+        return self._text(content)
+
+    def _text(self, content: dict[str, Any]) -> str:
+        trained, untrained = content["validation"]["trained"], content["validation"]["untrained"]
+        lines = [
+            ("optimizer steps", f"{content['steps']:,}"),
+            ("data seen", f"{content['epochs']:.2f} epochs, {content['samples']:,} samples"),
+            ("padding", _format(content["padding_ratio"], "{:.1%} of the computed tokens")),
+        ]
+        if throughput := content["throughput"]:
+            lines.append(
+                (
+                    "throughput",
+                    f"{throughput['real_tokens_per_s']:,.0f} real tokens/s, {throughput['anchors_per_s']:,.0f} "
+                    f"anchors/s ({throughput['warmup_steps_left_out']:.0f} warm-up steps left out)",
+                )
+            )
+        for label, key in (
+            ("truncated samples", "truncated_samples"),
+            ("batches without anchor", "batches_without_anchor"),
+            ("steps without anchor", "steps_without_anchor"),
+        ):
+            if content[key]:
+                lines.append((label, f"{content[key]:,}"))
+        lines.append(("train loss", _format(content["train"]["loss"], "{:.3f}  (last interval)")))
+        lines.append(("validation loss", _format(trained.get("loss"), "{:.3f}")))
+        lines.append(("held-out acceptance length", _format(trained.get("acceptance_length"), "{:.3f}")))
+        if untrained:
+            lines.append(("  untrained drafter's", _format(untrained.get("acceptance_length"), "{:.3f}")))
+        for name, value in content[metric_names.VAL_LOSS_BY_LENGTH].items():
+            acceptance = content[metric_names.ACCEPTANCE_BY_LENGTH].get(name)
+            lines.append((f"  {name} tokens", f"loss {value:.3f}, acceptance length {_format(acceptance, '{:.3f}')}"))
+        lines.append(("checkpoint", content["checkpoint"]))
+        lines.append(("TensorBoard", f"tensorboard --logdir {self.path.parent}"))
+        if content["interrupted_by"]:
+            lines.append(("ended early by", content["interrupted_by"]))
+            lines.append(("to continue", f"python -m dflash.train resume_from={self.path.parent}"))
+        width = max(len(label) for label, _ in lines)
+        return "\n" + "\n".join(f"{label:<{width}}  {value}" for label, value in lines)
+
+
+def _validation(metrics: Mapping[str, Any]) -> dict[str, float]:
+    pairs = {"loss": metric_names.VAL_LOSS, "acceptance_length": metric_names.VAL_ACCEPTANCE_LENGTH}
+    return {key: float(metrics[name]) for key, name in pairs.items() if name in metrics}
+
+
+def _number(metrics: Mapping[str, Any], name: str) -> float | None:
+    return float(metrics[name]) if name in metrics else None
+
+
+def _format(value: float | None, form: str) -> str:
+    return "not measured" if value is None else form.format(value)

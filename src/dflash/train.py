@@ -1,0 +1,237 @@
+"""Train a DFlash drafter.
+
+    python -m dflash.train                                        # SmolLM2-135M on embedded prompts, bucketed batches
+    python -m dflash.train data=jsonl data.path=answers.jsonl target=hf target.name=Qwen/Qwen3-8B
+    python -m dflash.train resume_from=outputs/train/2026-01-31/12-00-00-000000
+    python -m dflash.train experiment=smoke                       # the whole line in under a minute
+
+`run` reads from top to bottom: conversations become a token dataset, a sampler plans its batches, the placement adds
+the frozen target's hidden states, the module trains the drafter, callbacks measure.
+"""
+
+import logging
+import os
+import signal
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from omegaconf import DictConfig
+
+from dflash.config import CONF_DIR, config_of_resumed_run, save_run_config
+
+if TYPE_CHECKING:  # lightning and torch take seconds to import: --help and a mistyped override need not wait for them
+    from lightning.pytorch import Callback, Trainer
+    from transformers import PreTrainedModel
+
+
+@hydra.main(version_base=None, config_path=CONF_DIR, config_name="train")
+def main(config: DictConfig) -> None:
+    """Compose the configuration, train, exit."""
+    from hydra.core.hydra_config import HydraConfig
+
+    # Until the first step there is nothing to save: end at once, with the exit code that shells expect.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _exit_by_signal)
+    run_folder = Path(HydraConfig.get().runtime.output_dir)
+    if config.resume_from:
+        config = config_of_resumed_run(config, list(HydraConfig.get().overrides.task))
+    if exit_code := run(config, run_folder):
+        sys.exit(exit_code)
+
+
+def _exit_by_signal(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def run(config: DictConfig, run_folder: Path) -> int:
+    """Train as `config` says, everything written below `run_folder`.
+
+    Returns:
+        The process's exit code: 0, or 128 + signal where a signal ended the run, its state saved.
+
+    Raises:
+        ValueError: something in the configuration or the data can not be; the message names it.
+    """
+    import torch
+    from hydra.utils import instantiate
+    from lightning.pytorch import seed_everything
+
+    from dflash.callbacks.run_totals import RunTotals
+    from dflash.callbacks.stop_and_save import RunInterruptedError
+    from dflash.data.datamodule import DFlashDataModule
+    from dflash.data.schedule import TrainingSchedule
+    from dflash.data.stdlib_chat import with_answers
+    from dflash.data.tokens import build_token_datasets, show_sample
+    from dflash.drafter.checkpoint import find_checkpoint, init_drafter_from
+    from dflash.drafter.config import drafter_config
+    from dflash.drafter.network import DFlashDrafter
+    from dflash.placement.inline import drafter_device
+    from dflash.precision import resolve_dtype
+    from dflash.report.run_summary import RunSummary
+    from dflash.target.frozen import FrozenTarget, resolve_mask_token_id
+    from dflash.target.loading import load_causal_lm, load_config, load_tokenizer
+    from dflash.training.lightning_module import DFlashModule
+
+    # What needs no weights comes first: a mistake in it shows within seconds.
+    target, data = instantiate(config.target), instantiate(config.data)
+    sampler, limits = instantiate(config.sampler), instantiate(config.batch)
+    drafter_options, objective = instantiate(config.drafter), instantiate(config.objective)
+    callbacks = {name: instantiate(callback) for name, callback in config.callbacks.items()}
+    callbacks["totals"] = totals = RunTotals()
+    resume_checkpoint = find_checkpoint(config.resume_from, "resume_from") if config.resume_from else None
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    seed_everything(config.seed, verbose=False)
+    device = drafter_device(config.trainer.accelerator, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
+
+    # The drafter is made in the target's image.
+    tokenizer, target_config = load_tokenizer(target, config.cache_dir), load_config(target, config.cache_dir)
+    vocab_size = target_config.get_text_config().vocab_size
+    mask_token_id = resolve_mask_token_id(target.mask_token_id, tokenizer, vocab_size)
+    drafter = DFlashDrafter(drafter_config(drafter_options, target_config, mask_token_id))
+    if config.init_from:
+        init_drafter_from(drafter, config.init_from)
+
+    @cache
+    def target_model() -> "PreTrainedModel":
+        dtype = resolve_dtype(target.dtype, device)
+        return load_causal_lm(target, config.cache_dir, dtype).to(device)  # type: ignore[arg-type]
+
+    # Conversations become tokens, and the sampler plans the whole run.
+    answer_options = instantiate(config.regenerate)
+    data = with_answers(data, target_model, tokenizer, target.fingerprint(), answer_options, config.cache_dir)
+    train_samples, val_samples = build_token_datasets(
+        data, tokenizer, vocab_size=vocab_size, mask_token_id=mask_token_id, cache_dir=config.cache_dir
+    )
+    print(f"\n{show_sample(train_samples, tokenizer)}\n", flush=True)
+    schedule = TrainingSchedule(
+        train_samples,
+        sampler,
+        limits,
+        seed=config.seed,
+        world_size=config.trainer.devices * config.trainer.num_nodes,
+        accumulate=config.trainer.accumulate_grad_batches,
+    )
+    max_steps = config.max_steps or schedule.num_steps(config.epochs)
+
+    # Batches pass through the target on their way to the drafter.
+    placement = instantiate(config.placement, FrozenTarget(target_model(), drafter.target_layer_ids, device))
+    datamodule = DFlashDataModule(
+        schedule,
+        val_samples,
+        max_steps=max_steps,
+        num_workers=config.num_workers,
+        feed=placement.feed,
+        pin_memory=device.type == "cuda",
+    )
+    module = DFlashModule(
+        drafter,
+        placement.ends,
+        objective,
+        instantiate(config.optimizer.optimizer),
+        warmup_fraction=config.optimizer.warmup_fraction,
+        max_steps=max_steps,
+        walk_blocks_per_doc=limits.anchors_per_sample,
+    )
+    trainer = build_trainer(config, run_folder, max_steps, device, list(callbacks.values()), resume_checkpoint)
+
+    summary = RunSummary(run_folder)
+    save_run_config(config, run_folder)
+    print(f"{run_folder}: {max_steps} optimizer steps, {len(train_samples):,} samples, drafter on {device}", flush=True)
+    interrupted: RunInterruptedError | None = None
+    if config.validate_untrained and resume_checkpoint is None:
+        trainer.validate(module, datamodule, verbose=False)
+        summary.note_untrained(module.latest_metrics)
+    try:
+        trainer.fit(module, datamodule, ckpt_path=resume_checkpoint, weights_only=True)
+    except RunInterruptedError as error:
+        interrupted = error
+    report = summary.finish(
+        metrics=module.latest_metrics,
+        totals=totals.over_all_ranks(trainer, module),
+        steps=trainer.global_step,
+        epochs=schedule.fractional_epoch(trainer.global_step),
+        num_empty_steps=module.num_empty_steps,
+        throughput=callbacks["throughput"].since_warmup(trainer, module) if "throughput" in callbacks else None,
+        interrupted_by=str(interrupted) if interrupted else None,
+    )
+    if trainer.is_global_zero:
+        print(report)
+    return interrupted.exit_code if interrupted else 0
+
+
+def build_trainer(
+    config: DictConfig,
+    run_folder: Path,
+    max_steps: int,
+    device: Any,
+    callbacks: "list[Callback]",
+    resume_checkpoint: Path | None,
+) -> "Trainer":
+    """The Lightning trainer of a run, with the callbacks that every run has beside `callbacks`."""
+    import torch
+    from hydra.utils import instantiate
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from dflash.callbacks.status import StatusBar, StatusLine
+    from dflash.callbacks.stop_and_save import StopAndSave
+    from dflash.metric_names import VAL_ACCEPTANCE_LENGTH
+    from dflash.precision import has_fast_bf16
+
+    options = config.trainer
+    precision = options.precision
+    if precision == "auto":
+        precision = "bf16-mixed" if has_fast_bf16(device) else "32-true"
+    logger: Any = False
+    if config.logger:
+        # Event files written after the checkpoint was made are hidden, or the resumed steps would show twice.
+        saved_step = torch.load(resume_checkpoint, weights_only=True)["global_step"] if resume_checkpoint else None
+        purge = {"purge_step": saved_step + 1} if saved_step is not None else {}
+        logger = instantiate(config.logger, save_dir=run_folder, **purge)
+    best = ModelCheckpoint(
+        run_folder / "checkpoints",
+        "best",
+        monitor=VAL_ACCEPTANCE_LENGTH,
+        mode="max",
+        enable_version_counter=False,
+        save_on_train_epoch_end=False,
+    )
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it tells of every checkpoint, twice
+    # The loader continues by itself where the checkpoint stood, see DFlashDataModule.
+    warnings.filterwarnings("ignore", ".*resuming from a checkpoint that ended before the epoch ended.*")
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    return Trainer(
+        accelerator=options.accelerator,
+        devices=options.devices,
+        num_nodes=options.num_nodes,
+        precision=precision,
+        max_steps=max_steps,
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        gradient_clip_val=options.gradient_clip_val,
+        log_every_n_steps=options.log_every_n_steps,
+        val_check_interval=options.validate_every_n_steps * options.accumulate_grad_batches,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,  # plans are dealt to ranks already
+        enable_progress_bar=sys.stdout.isatty(),
+        inference_mode=False,  # tensors made in it could not be used in training
+        enable_model_summary=False,
+        logger=logger,
+        callbacks=[
+            *callbacks,
+            StatusBar() if sys.stdout.isatty() else StatusLine(),
+            best,
+            StopAndSave(run_folder, options.save_every_n_steps, config.stop_after_steps),
+        ],
+        default_root_dir=run_folder,
+    )
+
+
+if __name__ == "__main__":
+    main()
