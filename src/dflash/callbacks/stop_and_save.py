@@ -46,8 +46,11 @@ class StopAndSave(Checkpoint):  # Lightning runs Checkpoint callbacks last, when
         self.received_signal: int | None = None
         self._previous_handlers: dict[int, Any] = {}
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over the signals from Lightning, whose own handling of SIGTERM stops inside the accumulation window."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the signals from Lightning, whose own handling of SIGTERM stops inside the accumulation window.
+
+        In no earlier hook: Lightning registers its handlers after `on_fit_start`, and would call ours beside its own.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous_handlers[number] = signal.signal(number, self._note_signal)
 
