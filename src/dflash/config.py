@@ -27,6 +27,36 @@ def save_run_config(config: DictConfig, run_folder: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def check_run_options(config: DictConfig) -> None:
+    """Refuse values that only a later stage would stumble over.
+
+    Raises:
+        ValueError: all that is wrong, each with its key, value and what is allowed.
+    """
+    minimum = {
+        "seed": 0,
+        "num_workers": 0,
+        "trainer.devices": 1,
+        "trainer.num_nodes": 1,
+        "trainer.accumulate_grad_batches": 1,
+        "trainer.log_every_n_steps": 1,
+        "trainer.validate_every_n_steps": 1,
+    }
+    optional = {"epochs": 1, "max_steps": 1, "stop_after_steps": 1, "trainer.num_threads": 1}
+    mistakes = []
+    for key, least in {**minimum, **optional}.items():
+        value = OmegaConf.select(config, key)
+        if value is None and key in optional:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            otherwise = ", or null" if key in optional else ""
+            mistakes.append(f"{key}={value!r}: expected a whole number of {least} or more{otherwise}.")
+    if config.epochs is None and config.max_steps is None:
+        mistakes.append("epochs=null and max_steps=null: give one of the two, the length of training.")
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+
+
 # What a resumed run may change: nothing that shapes its plan, its model or its steps.
 _FREE_TO_CHANGE = ("max_steps", "epochs", "stop_after_steps", "num_workers", "trainer", "logger", "callbacks")
 _FIXED_TRAINER_KEYS = ("accumulate_grad_batches", "gradient_clip_val", "precision")

@@ -22,9 +22,11 @@ def main(config: DictConfig) -> None:
     from transformers import PreTrainedModel
 
     from dflash.data.answers import answers_folder, read_conversations, write_answers
+    from dflash.memory import keep_freed_memory
     from dflash.precision import resolve_dtype
     from dflash.target.loading import load_causal_lm, load_tokenizer
 
+    keep_freed_memory()
     data, target, options = instantiate(config.data), instantiate(config.target), instantiate(config.regenerate)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     conversations, dropped = read_conversations(data)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
-from dflash.config import CONF_DIR, config_of_resumed_run, save_run_config
+from dflash.config import CONF_DIR, check_run_options, config_of_resumed_run, save_run_config
 
 if TYPE_CHECKING:  # lightning and torch take seconds to import: --help and a mistyped override need not wait for them
     from lightning.pytorch import Callback, Trainer
@@ -70,6 +70,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
     from dflash.drafter.checkpoint import find_checkpoint, init_drafter_from
     from dflash.drafter.config import drafter_config
     from dflash.drafter.network import DFlashDrafter
+    from dflash.memory import keep_freed_memory
     from dflash.placement.inline import drafter_device
     from dflash.precision import resolve_dtype
     from dflash.report.run_summary import RunSummary
@@ -77,7 +78,9 @@ def run(config: DictConfig, run_folder: Path) -> int:
     from dflash.target.loading import load_causal_lm, load_config, load_tokenizer
     from dflash.training.lightning_module import DFlashModule
 
+    keep_freed_memory()
     # What needs no weights comes first: a mistake in it shows within seconds.
+    check_run_options(config)
     target, data = instantiate(config.target), instantiate(config.data)
     sampler, limits = instantiate(config.sampler), instantiate(config.batch)
     drafter_options, objective = instantiate(config.drafter), instantiate(config.objective)

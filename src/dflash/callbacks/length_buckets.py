@@ -2,6 +2,7 @@
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from dflash import metric_names
@@ -20,6 +21,14 @@ class LengthBuckets(IntervalCallback):
     """
 
     num_sums = 2 * _NUM_BUCKETS
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show all buckets of a group in one chart, on TensorBoard's page of custom scalars."""
+        groups = (metric_names.LOSS_BY_LENGTH, metric_names.VAL_LOSS_BY_LENGTH, metric_names.ACCEPTANCE_BY_LENGTH)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                charts = {group: ["Multiline", [f"^{group}/"]] for group in groups}
+                logger.experiment.add_custom_scalars({"by length of the sample": charts})
 
     def measure(self, trainer: Trainer, batch: Batch, outcome: BlockOutcome | None) -> Tensor:
         """Weighted loss of every bucket, then weight of every bucket."""

@@ -1,0 +1,62 @@
+"""The CUDA paths against the same references as on the CPU. Skipped where there is no GPU: `make test-gpu`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash.target.frozen import FrozenTarget
+from dflash.target.tiny import build_tiny_model
+from dflash.training.objective import WeightedHeadCrossEntropy
+from tests.commands import train_here
+from tests.training.test_objective import module_for
+from tests.training.tiny import make_batch, tiny_drafter, tiny_ends
+
+pytestmark = pytest.mark.gpu
+
+
+def test_the_drafters_loss_and_gradients_equal_the_cpus() -> None:
+    torch.manual_seed(0)
+    batch, drafter, ends = make_batch(["..xxxxx", "....xxxxxxxxx"], [[2, 4], [4, 7, 11]]), tiny_drafter(), tiny_ends()
+    outcome = module_for(drafter, ends).draft(batch)
+    outcome.loss_sum.backward()
+    expected = {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+    drafter.zero_grad()
+    on_gpu = module_for(drafter.cuda(), ends.to("cuda")).draft(batch.to(torch.device("cuda")))
+    torch.testing.assert_close(on_gpu.loss_sum.cpu(), outcome.loss_sum, rtol=1e-10, atol=0)
+    on_gpu.loss_sum.backward()
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.cpu(), expected[name], rtol=1e-9, atol=1e-11)
+
+
+def test_the_targets_states_equal_the_cpus() -> None:
+    input_ids = torch.randint(4, 100, (2, 33))
+    expected = FrozenTarget(build_tiny_model(), [0, 1]).hidden_states(input_ids)
+    states = FrozenTarget(build_tiny_model(), [0, 1], "cuda").hidden_states(input_ids)
+    assert states.device.type == "cuda"
+    torch.testing.assert_close(states.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_bf16_head_under_autocast_gives_the_float32_loss_within_rounding() -> None:
+    torch.manual_seed(0)
+    ends = tiny_ends().to("cuda")
+    states = torch.randn(64, 8, device="cuda", dtype=torch.float64)
+    labels = torch.randint(0, 11, (64,), device="cuda")
+    weights = torch.rand(64, device="cuda", dtype=torch.float64)
+    expected = WeightedHeadCrossEntropy.apply(states, labels, weights, ends, 16)[0]
+    coarse = type(ends)(ends.embedding.bfloat16(), 1.0, ends.head.bfloat16(), None, 1.0, None)
+    leaf = states.float().requires_grad_()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = WeightedHeadCrossEntropy.apply(leaf, labels, weights.float(), coarse, 16)[0]
+    loss.backward()
+    assert float(loss) == pytest.approx(float(expected), rel=2e-2)
+    assert leaf.grad is not None
+    assert leaf.grad.isfinite().all()
+
+
+def test_smoke_trains_on_the_gpu(tmp_path: Path) -> None:
+    assert train_here(tmp_path, tmp_path / "cache", "trainer.accelerator=gpu", "epochs=1") == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["validation"]["trained"]["loss"] < summary["validation"]["untrained"]["loss"]
