@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dflash.data.answers import (
     AnswerReport,
     answers_folder,
-    count_missing,
     read_conversations,
     read_log,
     write_answers,
@@ -177,10 +176,8 @@ def test_a_damaged_line_in_the_middle_of_the_log_is_an_error_that_names_it(
 def test_a_second_run_does_not_load_the_model(
     tmp_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    assert count_missing(ask(*QUESTIONS), tokenizer, OPTIONS, tmp_path) == len(QUESTIONS)
     first = write_answers(ask(*QUESTIONS), lambda: model, tokenizer, OPTIONS, tmp_path)
     content = first.out.read_bytes()
-    assert count_missing(ask(*QUESTIONS), tokenizer, OPTIONS, tmp_path) == 0
     second = write_answers(ask(*QUESTIONS), never_called, tokenizer, OPTIONS, tmp_path)
     assert (second.num_generated, second.out.read_bytes()) == (0, content)
 
@@ -283,7 +280,6 @@ def test_prompts_over_the_limit_are_counted_and_never_asked(
     report = write_answers(ask("short", "long" * 60), model, tokenizer, options, tmp_path)
     assert sum(map(len, asked)) == 1
     assert (report.num_too_long, report.num_written) == (1, 1)
-    assert count_missing(ask("short", "long" * 60), tokenizer, options, tmp_path) == 0
 
 
 def test_only_the_end_of_turn_token_is_taken_off_an_answer(

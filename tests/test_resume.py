@@ -67,6 +67,27 @@ def test_stopped_and_resumed_twice_equals_undisturbed(
         assert len(steps) == len(set(steps)), f"{tag} has doubled steps: {steps}"
         if tag.startswith(("train/", "loss_by_length/", "padding/", "grad/", "data/")):
             assert ours[tag] == points, tag
+        elif tag.startswith(("val", "acceptance_by_length/")):  # a stop adds a validation, and takes none away
+            assert set(points) <= set(ours[tag]), tag
+
+
+def test_a_worse_drafter_never_takes_the_place_of_a_better_one(cache_dir: Path, tmp_path: Path) -> None:
+    train_here(tmp_path, cache_dir, *options(tmp_path), "stop_after_steps=3")
+    best = tmp_path / "checkpoints" / "best.ckpt"
+    good = torch.load(best, weights_only=True)
+    good["callbacks"]["BestCheckpoint"]["acceptance_length"] = 3.9  # as if step 3 had been far better than what follows
+    torch.save(good, best)
+    train_here(tmp_path, cache_dir, f"resume_from={tmp_path}")
+    assert torch.load(best, weights_only=True)["global_step"] == 3
+
+
+def test_resuming_a_finished_run_keeps_its_summary(undisturbed: Path, cache_dir: Path) -> None:
+    before = json.loads((undisturbed / "summary.json").read_text())
+    train_here(undisturbed, cache_dir, f"resume_from={undisturbed}")
+    after = json.loads((undisturbed / "summary.json").read_text())
+    assert after["validation"]["untrained"] == before["validation"]["untrained"]
+    assert after["train"] == before["train"]
+    assert (after["samples"], after["steps"]) == (before["samples"], before["steps"])
 
 
 def test_a_run_that_died_after_its_checkpoint_shows_no_step_twice(

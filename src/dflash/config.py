@@ -41,6 +41,7 @@ def check_run_options(config: DictConfig) -> None:
         "trainer.accumulate_grad_batches": 1,
         "trainer.log_every_n_steps": 1,
         "trainer.validate_every_n_steps": 1,
+        "trainer.save_every_n_steps": 1,
     }
     optional = {"epochs": 1, "max_steps": 1, "stop_after_steps": 1, "trainer.num_threads": 1}
     mistakes = []
@@ -94,4 +95,6 @@ def config_of_resumed_run(composed: DictConfig, overrides: list[str]) -> DictCon
                 f"anew from its weights, use init_from={composed.resume_from}."
             )
         OmegaConf.update(config, key, OmegaConf.select(composed, key), force_add=True)
+        if key == "epochs":
+            config.max_steps = None  # which would win over it
     return config

@@ -29,11 +29,13 @@ def main(config: DictConfig) -> None:
     vocab_size = load_config(target, config.cache_dir).get_text_config().vocab_size
     mask_token_id = resolve_mask_token_id(target.mask_token_id, tokenizer, vocab_size)
 
-    def target_model() -> PreTrainedModel:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return load_causal_lm(target, config.cache_dir, resolve_dtype(target.dtype, device)).to(device)  # type: ignore[arg-type]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = resolve_dtype(target.dtype, device)
 
-    data = with_answers(data, target_model, tokenizer, target.fingerprint(), answers, config.cache_dir)
+    def target_model() -> PreTrainedModel:
+        return load_causal_lm(target, config.cache_dir, dtype, device)
+
+    data = with_answers(data, target_model, tokenizer, target.fingerprint(dtype), answers, config.cache_dir)
     train, _ = build_token_datasets(
         data, tokenizer, vocab_size=vocab_size, mask_token_id=mask_token_id, cache_dir=config.cache_dir
     )

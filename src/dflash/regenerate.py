@@ -38,15 +38,17 @@ def main(config: DictConfig) -> None:
             "Only the training source is answered: run again with data.path or data.split set to the validation source."
         )
 
+    dtype = resolve_dtype(target.dtype, device)
+
     def load_model() -> PreTrainedModel:
-        return load_causal_lm(target, config.cache_dir, resolve_dtype(target.dtype, device)).to(device)  # type: ignore[arg-type]
+        return load_causal_lm(target, config.cache_dir, dtype, device)
 
     report = write_answers(
         conversations,
         load_model,
         load_tokenizer(target, config.cache_dir),
         options,
-        answers_folder(config.cache_dir, target.fingerprint(), options, data.template_kwargs),
+        answers_folder(config.cache_dir, target.fingerprint(dtype), options, data.template_kwargs),
         config.out,
         template_kwargs=data.template_kwargs,
     )

@@ -84,7 +84,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
     target, data = instantiate(config.target), instantiate(config.data)
     sampler, limits = instantiate(config.sampler), instantiate(config.batch)
     drafter_options, objective = instantiate(config.drafter), instantiate(config.objective)
-    callbacks = {name: instantiate(callback) for name, callback in config.callbacks.items()}
+    callbacks = {name: instantiate(callback) for name, callback in config.callbacks.items() if callback}
     callbacks["totals"] = totals = RunTotals()
     resume_checkpoint = find_checkpoint(config.resume_from, "resume_from") if config.resume_from else None
     if config.trainer.num_threads is not None:
@@ -100,14 +100,15 @@ def run(config: DictConfig, run_folder: Path) -> int:
     if config.init_from:
         init_drafter_from(drafter, config.init_from)
 
+    dtype = resolve_dtype(target.dtype, device)
+
     @cache
     def target_model() -> "PreTrainedModel":
-        dtype = resolve_dtype(target.dtype, device)
-        return load_causal_lm(target, config.cache_dir, dtype).to(device)  # type: ignore[arg-type]
+        return load_causal_lm(target, config.cache_dir, dtype, device)
 
     # Conversations become tokens, and the sampler plans the whole run.
     answer_options = instantiate(config.regenerate)
-    data = with_answers(data, target_model, tokenizer, target.fingerprint(), answer_options, config.cache_dir)
+    data = with_answers(data, target_model, tokenizer, target.fingerprint(dtype), answer_options, config.cache_dir)
     train_samples, val_samples = build_token_datasets(
         data, tokenizer, vocab_size=vocab_size, mask_token_id=mask_token_id, cache_dir=config.cache_dir
     )
@@ -121,9 +122,15 @@ def run(config: DictConfig, run_folder: Path) -> int:
         accumulate=config.trainer.accumulate_grad_batches,
     )
     max_steps = config.max_steps or schedule.num_steps(config.epochs)
+    plan = schedule.plan(0)
+    print(
+        f"epoch 0: {plan.num_batches:,} batches, {plan.num_steps:,} optimizer steps; samples: {plan.ledger}", flush=True
+    )
 
     # Batches pass through the target on their way to the drafter.
     placement = instantiate(config.placement, FrozenTarget(target_model(), drafter.target_layer_ids, device))
+    if not config.init_from:
+        drafter.scale_initial_logits(placement.ends.head)
     datamodule = DFlashDataModule(
         schedule,
         val_samples,
@@ -144,27 +151,33 @@ def run(config: DictConfig, run_folder: Path) -> int:
     trainer = build_trainer(config, run_folder, max_steps, device, list(callbacks.values()), resume_checkpoint)
 
     summary = RunSummary(run_folder)
-    save_run_config(config, run_folder)
+    if trainer.is_global_zero:
+        save_run_config(config, run_folder)
     print(f"{run_folder}: {max_steps} optimizer steps, {len(train_samples):,} samples, drafter on {device}", flush=True)
     interrupted: RunInterruptedError | None = None
     if config.validate_untrained and resume_checkpoint is None:
         trainer.validate(module, datamodule, verbose=False)
-        summary.note_untrained(module.latest_metrics)
+        if trainer.is_global_zero:
+            summary.note_untrained(module.latest_metrics)
     try:
         trainer.fit(module, datamodule, ckpt_path=resume_checkpoint, weights_only=True)
     except RunInterruptedError as error:
         interrupted = error
-    report = summary.finish(
-        metrics=module.latest_metrics,
-        totals=totals.over_all_ranks(trainer, module),
-        steps=trainer.global_step,
-        epochs=schedule.fractional_epoch(trainer.global_step),
-        num_empty_steps=module.num_empty_steps,
-        throughput=callbacks["throughput"].since_warmup(trainer, module) if "throughput" in callbacks else None,
-        interrupted_by=str(interrupted) if interrupted else None,
+    counts = totals.over_all_ranks(trainer)
+    throughput = callbacks["throughput"].since_warmup(trainer) if "throughput" in callbacks else None
+    if not trainer.is_global_zero:
+        return 0  # a rank that ended with another code would make Lightning kill the first one at its summary
+    print(
+        summary.finish(
+            metrics=module.latest_metrics,
+            totals=counts,
+            steps=trainer.global_step,
+            epochs=schedule.fractional_epoch(trainer.global_step),
+            num_empty_steps=module.num_empty_steps,
+            throughput=throughput,
+            interrupted_by=str(interrupted) if interrupted else None,
+        )
     )
-    if trainer.is_global_zero:
-        print(report)
     return interrupted.exit_code if interrupted else 0
 
 
@@ -178,13 +191,13 @@ def build_trainer(
 ) -> "Trainer":
     """The Lightning trainer of a run, with the callbacks that every run has beside `callbacks`."""
     import torch
-    from hydra.utils import instantiate
+    from hydra.utils import get_class, instantiate
     from lightning.pytorch import Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import TensorBoardLogger
 
+    from dflash.callbacks.best_checkpoint import BestCheckpoint
     from dflash.callbacks.status import StatusBar, StatusLine
     from dflash.callbacks.stop_and_save import StopAndSave
-    from dflash.metric_names import VAL_ACCEPTANCE_LENGTH
     from dflash.precision import has_fast_bf16
 
     options = config.trainer
@@ -193,24 +206,18 @@ def build_trainer(
         precision = "bf16-mixed" if has_fast_bf16(device) else "32-true"
     logger: Any = False
     if config.logger:
-        # Event files written after the checkpoint was made are hidden, or the resumed steps would show twice.
-        saved_step = torch.load(resume_checkpoint, weights_only=True)["global_step"] if resume_checkpoint else None
-        purge = {"purge_step": saved_step + 1} if saved_step is not None else {}
-        logger = instantiate(config.logger, save_dir=run_folder, **purge)
-    best = ModelCheckpoint(
-        run_folder / "checkpoints",
-        "best",
-        monitor=VAL_ACCEPTANCE_LENGTH,
-        mode="max",
-        enable_version_counter=False,
-        save_on_train_epoch_end=False,
-    )
+        logger_options: dict[str, Any] = {"save_dir": run_folder}
+        if resume_checkpoint and get_class(config.logger._target_) is TensorBoardLogger:
+            # Events written after the checkpoint was made are hidden, or the resumed steps would show twice.
+            saved_step = torch.load(resume_checkpoint, map_location="cpu", weights_only=True)["global_step"]
+            logger_options["purge_step"] = saved_step + 1
+        logger = instantiate(config.logger, **logger_options)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it tells of every checkpoint, twice
     # The loader continues by itself where the checkpoint stood, see DFlashDataModule.
     warnings.filterwarnings("ignore", ".*resuming from a checkpoint that ended before the epoch ended.*")
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     return Trainer(
-        accelerator=options.accelerator,
+        accelerator="gpu" if device.type == "cuda" else "cpu",  # where the target and its ends are already
         devices=options.devices,
         num_nodes=options.num_nodes,
         precision=precision,
@@ -229,7 +236,7 @@ def build_trainer(
         callbacks=[
             *callbacks,
             StatusBar() if sys.stdout.isatty() else StatusLine(),
-            best,
+            BestCheckpoint(run_folder),
             StopAndSave(run_folder, options.save_every_n_steps, config.stop_after_steps),
         ],
         default_root_dir=run_folder,

@@ -1,5 +1,6 @@
 """The drafter in decoding is the drafter in training."""
 
+import pytest
 import torch
 
 from tests.training.tiny import MASK_ID, make_batch, tiny_drafter, tiny_ends
@@ -61,3 +62,11 @@ def test_a_drafter_layer_is_the_servers_qwen3_layer_when_there_is_no_context() -
     hidden = torch.randn(1, 1, 16)  # at position 0, so not before anchor 0: never seen
     ours = drafter(hidden, block, torch.tensor([0]), torch.tensor([0]))
     torch.testing.assert_close(ours, torch.nn.functional.rms_norm(expected, (8,), drafter.norm.weight, 1e-5))
+
+
+def test_an_untrained_drafters_logits_have_unit_variance_whatever_the_heads_scale() -> None:
+    torch.manual_seed(0)
+    drafter, head = tiny_drafter(), 5.0 * torch.randn(4000, 8, dtype=torch.float64)
+    drafter.scale_initial_logits(head)
+    states = drafter.norm(torch.randn(500, 8, dtype=torch.float64))
+    assert float((states @ head.T).var()) == pytest.approx(1.0, rel=0.05)

@@ -1,11 +1,13 @@
 """The CUDA paths against the same references as on the CPU. Skipped where there is no GPU: `make test-gpu`."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from dflash.target.ends import TargetEnds
 from dflash.target.frozen import FrozenTarget
 from dflash.target.tiny import build_tiny_model
 from dflash.training.objective import WeightedHeadCrossEntropy
@@ -16,6 +18,10 @@ from tests.training.tiny import make_batch, tiny_drafter, tiny_ends
 pytestmark = pytest.mark.gpu
 
 
+def on_cuda(ends: TargetEnds) -> TargetEnds:
+    return dataclasses.replace(ends, embedding=ends.embedding.cuda(), head=ends.head.cuda())
+
+
 def test_the_drafters_loss_and_gradients_equal_the_cpus() -> None:
     torch.manual_seed(0)
     batch, drafter, ends = make_batch(["..xxxxx", "....xxxxxxxxx"], [[2, 4], [4, 7, 11]]), tiny_drafter(), tiny_ends()
@@ -23,7 +29,7 @@ def test_the_drafters_loss_and_gradients_equal_the_cpus() -> None:
     outcome.loss_sum.backward()
     expected = {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
     drafter.zero_grad()
-    on_gpu = module_for(drafter.cuda(), ends.to("cuda")).draft(batch.to(torch.device("cuda")))
+    on_gpu = module_for(drafter.cuda(), on_cuda(ends)).draft(batch.to(torch.device("cuda")))
     torch.testing.assert_close(on_gpu.loss_sum.cpu(), outcome.loss_sum, rtol=1e-10, atol=0)
     on_gpu.loss_sum.backward()
     for name, parameter in drafter.named_parameters():
@@ -41,7 +47,7 @@ def test_the_targets_states_equal_the_cpus() -> None:
 
 def test_a_bf16_head_under_autocast_gives_the_float32_loss_within_rounding() -> None:
     torch.manual_seed(0)
-    ends = tiny_ends().to("cuda")
+    ends = on_cuda(tiny_ends())
     states = torch.randn(64, 8, device="cuda", dtype=torch.float64)
     labels = torch.randint(0, 11, (64,), device="cuda")
     weights = torch.rand(64, device="cuda", dtype=torch.float64)

@@ -1,5 +1,6 @@
 """The objective against the element-by-element reference, in loss and in every gradient."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -128,7 +129,9 @@ def test_the_gradient_formed_in_the_forward_pass_is_the_numerical_one() -> None:
     from dflash.training.objective import WeightedHeadCrossEntropy
 
     torch.manual_seed(6)
-    ends = tiny_ends(softcap=2.0)
+    ends = dataclasses.replace(
+        tiny_ends(softcap=2.0), logit_scale=0.7, head_bias=torch.randn(11, dtype=torch.float64), embedding_scale=3.0
+    )
     states = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     labels, weights = torch.randint(0, 11, (5,)), torch.rand(5, dtype=torch.float64)
     assert torch.autograd.gradcheck(

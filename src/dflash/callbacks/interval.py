@@ -17,6 +17,13 @@ def completes_step(trainer: Trainer, batch_idx: int) -> bool:
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
 
 
+def sum_over_ranks(trainer: Trainer, values: Tensor) -> Tensor:
+    """The sum of every rank's tensor, on the CPU. All ranks must call it."""
+    # root_device and not the module's: after fit Lightning has moved the module to the CPU, where NCCL can not reduce.
+    summed = trainer.strategy.reduce(values.to(trainer.strategy.root_device), reduce_op="sum")
+    return torch.as_tensor(summed).cpu()
+
+
 def completes_interval(trainer: Trainer) -> bool:
     """Whether the optimizer step that has just been completed ends a logging interval."""
     return trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]  # set by a connector
@@ -56,14 +63,15 @@ class IntervalCallback(Callback, ABC):
         """Add the micro-batch; at the interval's end log and start anew."""
         self.sums += self.measure(trainer, batch, outputs["outcome"]).to(self.sums)
         if completes_step(trainer, batch_idx) and completes_interval(trainer):
-            sums = trainer.strategy.reduce(self.sums.to(pl_module.device), reduce_op="sum")
-            log_metrics(trainer, pl_module, self.metrics(trainer, torch.as_tensor(sums).tolist()))
+            log_metrics(trainer, pl_module, self.metrics(trainer, sum_over_ranks(trainer, self.sums).tolist()))
             self.sums.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The unfinished interval."""
-        return {"sums": self.sums.tolist()}
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the unfinished interval, over all ranks: only rank 0 writes."""
+        checkpoint[f"sums of {type(self).__name__}"] = sum_over_ranks(trainer, self.sums).tolist()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the unfinished interval."""
-        self.sums = torch.tensor(state_dict["sums"], dtype=torch.float64)
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Continue the unfinished interval, its sums on rank 0 alone."""
+        sums = checkpoint.get(f"sums of {type(self).__name__}")
+        if sums is not None and trainer.is_global_zero:
+            self.sums = torch.tensor(sums, dtype=torch.float64)

@@ -8,10 +8,9 @@ from torch import Tensor
 from dflash import metric_names
 from dflash.batch import Batch
 from dflash.callbacks.interval import IntervalCallback, log_metrics
+from dflash.training.by_length import NUM_LENGTH_BUCKETS, loss_by_length
 from dflash.training.lightning_module import DFlashModule
 from dflash.training.objective import BlockOutcome
-
-_NUM_BUCKETS = 32
 
 
 class LengthBuckets(IntervalCallback):
@@ -20,7 +19,7 @@ class LengthBuckets(IntervalCallback):
     The buckets are powers of two, the same for every sampler, so that runs can be compared.
     """
 
-    num_sums = 2 * _NUM_BUCKETS
+    num_sums = 2 * NUM_LENGTH_BUCKETS
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show all buckets of a group in one chart, on TensorBoard's page of custom scalars."""
@@ -32,18 +31,11 @@ class LengthBuckets(IntervalCallback):
 
     def measure(self, trainer: Trainer, batch: Batch, outcome: BlockOutcome | None) -> Tensor:
         """Weighted loss of every bucket, then weight of every bucket."""
-        sums = torch.zeros(2, _NUM_BUCKETS, dtype=torch.float64)
-        if outcome is not None:
-            buckets = torch.tensor([metric_names.length_bucket(length) for length in batch.lengths.tolist()])
-            bucket_of_block = buckets[batch.anchor_doc.cpu()]
-            loss = (outcome.weights * outcome.cross_entropy).sum(dim=1)
-            sums[0].index_add_(0, bucket_of_block, loss.double().cpu())
-            sums[1].index_add_(0, bucket_of_block, outcome.weights.sum(dim=1).double().cpu())
-        return sums.flatten()
+        return torch.zeros(self.num_sums) if outcome is None else loss_by_length(batch, outcome).flatten()
 
     def metrics(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
         """The loss of each bucket that was seen."""
-        return _ratios(metric_names.LOSS_BY_LENGTH, sums[:_NUM_BUCKETS], sums[_NUM_BUCKETS:])
+        return _ratios(metric_names.LOSS_BY_LENGTH, sums[:NUM_LENGTH_BUCKETS], sums[NUM_LENGTH_BUCKETS:])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The module has summed over all ranks by now."""

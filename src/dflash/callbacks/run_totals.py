@@ -6,10 +6,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dflash.batch import Batch
+from dflash.callbacks.interval import sum_over_ranks
 
 
 class RunTotals(Callback):
-    """Counts on this rank since step 0; travels in the checkpoint."""
+    """Counts on this rank; those before a resume come from the checkpoint."""
 
     def __init__(self) -> None:
         self.counts = {
@@ -32,16 +33,16 @@ class RunTotals(Callback):
         self.counts["anchors"] += len(batch.anchors)
         self.counts["batches_without_anchor"] += len(batch.anchors) == 0
 
-    def over_all_ranks(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, int]:
-        """The counts summed over ranks."""
-        own = torch.tensor(list(self.counts.values()), device=pl_module.device)
-        summed = torch.as_tensor(trainer.strategy.reduce(own, reduce_op="sum"))
+    def over_all_ranks(self, trainer: Trainer) -> dict[str, int]:
+        """The counts summed over ranks. All ranks must call it."""
+        summed = sum_over_ranks(trainer, torch.tensor(list(self.counts.values())))
         return dict(zip(self.counts, summed.tolist(), strict=True))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The counts by name."""
-        return dict(self.counts)
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the counts of all ranks: only rank 0 writes."""
+        checkpoint["run_totals"] = self.over_all_ranks(trainer)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
-        self.counts.update(state_dict)
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on counting, from the earlier counts on rank 0 alone."""
+        if trainer.is_global_zero:
+            self.counts.update(checkpoint["run_totals"])

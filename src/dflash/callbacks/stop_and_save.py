@@ -65,10 +65,9 @@ class StopAndSave(Checkpoint):  # Lightning runs Checkpoint callbacks last, when
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received_signal = number
-        print(
-            f"\n{signal.Signals(number).name}: finishing the optimizer step, then saving. Once more ends at once.",
-            flush=True,
-        )
+        # os.write and not print: a handler that interrupts another print must not enter the same buffer.
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: finishing the optimizer step, then saving. Once more ends at once.\n".encode())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
@@ -90,7 +89,18 @@ class StopAndSave(Checkpoint):  # Lightning runs Checkpoint callbacks last, when
             trainer.should_stop = True  # makes Lightning validate once more, then end
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """The state was saved before the validation began: end at once."""
+        """The state was saved before the validation began: end at once.
+
+        Not with several ranks: they have different numbers of validation batches, and must end together.
+        """
+        if trainer.world_size == 1:
+            self._end_validation(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Several ranks end here, together."""
+        self._end_validation(trainer, pl_module)
+
+    def _end_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and (signal_number := self._signal_on_any_rank(trainer, pl_module)):
             raise RunInterruptedError(signal_number, trainer.global_step)
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dflash import metric_names
 from dflash.batch import Batch
-from dflash.callbacks.interval import completes_interval, completes_step, log_metrics
+from dflash.callbacks.interval import completes_interval, completes_step, log_metrics, sum_over_ranks
 
 
 class Throughput(Callback):
@@ -55,7 +55,7 @@ class Throughput(Callback):
         self.start = self.start or mark
         self.marks.append(mark)
         if completes_interval(trainer) and len(self.marks) > 1:
-            real, padded, anchors = self._rates(trainer, pl_module, self.marks[0]).tolist()
+            real, padded, anchors = self._rates(trainer, self.marks[0]).tolist()
             metrics = {
                 metric_names.REAL_TOKENS_PER_S: real,
                 metric_names.PADDED_TOKENS_PER_S: padded,
@@ -63,11 +63,11 @@ class Throughput(Callback):
             }
             log_metrics(trainer, pl_module, metrics)
 
-    def since_warmup(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float] | None:
+    def since_warmup(self, trainer: Trainer) -> dict[str, float] | None:
         """Rates since the warm-up steps, and how many those were; None while there are no more than those."""
         if self.start is None or self.marks[-1] is self.start:
             return None
-        real, padded, anchors = self._rates(trainer, pl_module, self.start).tolist()
+        real, padded, anchors = self._rates(trainer, self.start).tolist()
         return {
             "real_tokens_per_s": real,
             "padded_tokens_per_s": padded,
@@ -75,7 +75,7 @@ class Throughput(Callback):
             "warmup_steps_left_out": self.warmup_steps,
         }
 
-    def _rates(self, trainer: Trainer, pl_module: LightningModule, since: tuple[float, torch.Tensor]) -> torch.Tensor:
+    def _rates(self, trainer: Trainer, since: tuple[float, torch.Tensor]) -> torch.Tensor:
         seconds, counts = self.marks[-1]
         rates = (counts - since[1]) / (seconds - since[0])
-        return torch.as_tensor(trainer.strategy.reduce(rates.to(pl_module.device), reduce_op="sum")).cpu()
+        return sum_over_ranks(trainer, rates)

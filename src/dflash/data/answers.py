@@ -165,28 +165,6 @@ def write_answers(
     return report
 
 
-def count_missing(
-    conversations: Iterable[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    options: AnswerOptions,
-    folder: str | Path,
-    *,
-    template_kwargs: dict[str, Any] | None = None,
-) -> int:
-    """How many of the conversations need the model; 0 means that `write_answers` will not load it. Only reads."""
-    answers, _ = read_log(Path(folder) / LOG_NAME)
-    ignored = AnswerReport(out=Path())
-    left = [_Dialogue(conversation) for conversation in conversations]
-    num_missing = 0
-    while left := [d for d in left if d.move_to_next_answer()]:
-        missing = _missing_prompts(left, tokenizer, answers, options, template_kwargs)
-        num_missing += sum(d.key in missing for d in left)
-        left = [d for d in left if d.key not in missing]
-        for dialogue in left:
-            dialogue.take(answers.get(dialogue.key), options, ignored)
-    return num_missing
-
-
 class _Dialogue:
     """One conversation while its assistant turns are written anew."""
 

@@ -1,5 +1,6 @@
 """The Lightning data module: hosts a sampler, deals its plans to ranks, and knows where a run stands."""
 
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,6 +46,8 @@ class DFlashDataModule(LightningDataModule):
         pin_memory: bool = False,
     ) -> None:
         super().__init__()
+        # A rank may have no validation batch at all where there are fewer batches than ranks.
+        self.allow_zero_length_dataloader_with_multiple_devices = True
         self.schedule = schedule
         self.val_dataset = val_dataset
         self.max_steps = max_steps
@@ -74,6 +77,7 @@ class DFlashDataModule(LightningDataModule):
             "seed": self.schedule.seed,
             "epoch": epoch,
             "batches_consumed": step * self.schedule.accumulate,
+            "dataset_fingerprint": self.schedule.dataset.info["fingerprint"],
             "plan_fingerprint": plan.fingerprint(),
             "ledger": plan.ledger,
         }
@@ -88,6 +92,14 @@ class DFlashDataModule(LightningDataModule):
             raise ValueError(
                 f"the checkpoint's data state has version {state_dict['version']}, this dflash writes {STATE_VERSION}. "
                 "Use init_from to start anew from its weights."
+            )
+        dataset_fingerprint = self.schedule.dataset.info["fingerprint"]
+        if dataset_fingerprint != state_dict["dataset_fingerprint"]:
+            raise ValueError(
+                f"resume_from: the training data are not those the checkpoint was made with (token dataset "
+                f"{dataset_fingerprint}, then {state_dict['dataset_fingerprint']}). The conversations, the tokenizer, "
+                "its template or a data.* option have changed. Restore them, or use init_from to start anew from its "
+                "weights."
             )
         plan = self.schedule.plan(state_dict["epoch"])
         if plan.fingerprint() != state_dict["plan_fingerprint"]:
@@ -110,10 +122,17 @@ class DFlashDataModule(LightningDataModule):
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            persistent_workers=False,
+            worker_init_fn=_leave_signals_to_the_main_process,
             # Anchors come from their own generators; torch's global one must not advance differently after a resume.
             generator=torch.Generator().manual_seed(self.schedule.seed),
         )
+
+
+def _leave_signals_to_the_main_process(worker_id: int) -> None:
+    # Ctrl-C in a terminal reaches every process of the group. Workers must live until the main process has finished its
+    # optimizer step; they end by themselves when it does.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class RemainingBatches(Sampler[int]):

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from dflash.anchors import valid_anchors
 from dflash.data.conversations import BadRow, DataOptions, parse_row
 from dflash.data.masks import ConversationTokenizer, TokenIds
 
@@ -47,11 +48,6 @@ SCHEMA = pa.schema(
         ("source", pa.string()),
     ]
 )
-
-
-def count_anchorable(loss_mask: NDArray[np.bool_]) -> int:
-    """Positions t of a [S] mask with mask[t] and mask[t + 1]: there a block can begin."""
-    return int(np.count_nonzero(loss_mask[:-1] & loss_mask[1:]))
 
 
 @dataclass(frozen=True)
@@ -318,7 +314,7 @@ def _write_samples(
                 sample = TokenIds(
                     sample.input_ids[: data.max_length_tokens], sample.loss_mask[: data.max_length_tokens]
                 )
-                if not count_anchorable(sample.loss_mask):
+                if not len(valid_anchors(sample.loss_mask)):
                     cut = f" within data.max_length_tokens={data.max_length_tokens}" if is_long else ""
                     drop(source, "no_anchor", f"no two neighbouring supervised tokens{cut}: no block can begin.")
                     continue
@@ -388,7 +384,7 @@ class _ArrowWriter:
             pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([sample.input_ids for sample in samples]))),
             pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([sample.loss_mask for sample in samples]))),
             pa.array(lengths),
-            pa.array([count_anchorable(sample.loss_mask) for sample in samples], pa.int32()),
+            pa.array([len(valid_anchors(sample.loss_mask)) for sample in samples], pa.int32()),
             pa.array(sources, pa.string()),
         ]
         self._stream.write_batch(pa.record_batch(columns, schema=SCHEMA))
@@ -423,5 +419,5 @@ def show_sample(
         shown.append(f"{opening}{text}{closing}" if supervised else text)
     return (
         f"sample {index} ({sample.source}): {sample.input_ids.size} tokens, {int(sample.loss_mask.sum())} supervised, "
-        f"marked {opening}so{closing}, {count_anchorable(sample.loss_mask)} anchors\n{''.join(shown)}"
+        f"marked {opening}so{closing}, {len(valid_anchors(sample.loss_mask))} anchors\n{''.join(shown)}"
     )

@@ -64,12 +64,13 @@ class DenseBlockAttention:
         _, block_size, num_heads, head_dim = query.shape
         keys = torch.cat([context_key, self._to_grid(block_key)], dim=1)
         values = torch.cat([context_value, self._to_grid(block_value)], dim=1)
+        # Key heads are repeated here: with enable_gqa and a mask CUDA would fall back to keeping all scores in float32.
+        repeats = num_heads // keys.shape[2]
         attended = F.scaled_dot_product_attention(
             self._to_grid(query).transpose(1, 2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
+            keys.transpose(1, 2).repeat_interleave(repeats, dim=1),
+            values.transpose(1, 2).repeat_interleave(repeats, dim=1),
             attn_mask=self.mask,
-            enable_gqa=True,
         )  # [B, heads, M * K, head_dim]
         cells = attended.transpose(1, 2).reshape(-1, block_size, num_heads, head_dim)
         return cells[self.grid_cell]

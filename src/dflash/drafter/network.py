@@ -39,6 +39,18 @@ class DFlashDrafter(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=config.initializer_range)
 
+    @torch.no_grad()
+    def scale_initial_logits(self, head: Tensor) -> None:
+        """Set the final norm's weight so that an untrained drafter's logits have unit variance.
+
+        Norms begin at 1 and the LM head is the target's, of whatever scale that has: with SmolLM2's the first loss
+        would be 67 instead of 23, and the first hundred steps would go into undoing it.
+
+        Args:
+            head: the target's LM head, [V, H].
+        """
+        self.norm.weight.fill_(float(head.float().pow(2).sum(dim=1).mean().rsqrt()))
+
     def forward(self, hidden: Tensor, block_embeddings: Tensor, anchors: Tensor, anchor_doc: Tensor) -> Tensor:
         """States of every slot of every block.
 

@@ -26,8 +26,9 @@ class RunSummary:
             self.untrained = earlier or {}
 
     def note_untrained(self, metrics: Mapping[str, Any]) -> None:
-        """Keep the validation of the drafter before its first step."""
+        """Keep the validation of the drafter before its first step, on disk at once: the run may be killed."""
         self.untrained = _validation(metrics)
+        self._write({"validation": {"untrained": self.untrained}})
 
     def finish(
         self,
@@ -79,10 +80,13 @@ class RunSummary:
             "best_checkpoint": str(self.path.parent / "checkpoints" / "best.ckpt"),
             "interrupted_by": interrupted_by,
         }
+        self._write(content)
+        return self._text(content)
+
+    def _write(self, content: dict[str, Any]) -> None:
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, self.path)
-        return self._text(content)
 
     def _text(self, content: dict[str, Any]) -> str:
         trained, untrained = content["validation"]["trained"], content["validation"]["untrained"]

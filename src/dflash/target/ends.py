@@ -43,24 +43,14 @@ class TargetEnds:
         Returns:
             [..., V] in the head's dtype.
         """
-        logits = F.linear(hidden.to(self.head.dtype), self.head, self.head_bias)
+        # Autocast would round the logits of a float32 head to bfloat16: the head's own dtype decides.
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = F.linear(hidden.to(self.head.dtype), self.head, self.head_bias)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
-
-    def to(self, device: torch.device | str) -> "TargetEnds":
-        """The same ends on `device`."""
-        bias = self.head_bias
-        return TargetEnds(
-            embedding=self.embedding.to(device),
-            embedding_scale=self.embedding_scale,
-            head=self.head.to(device),
-            head_bias=None if bias is None else bias.to(device),
-            logit_scale=self.logit_scale,
-            logit_softcap=self.logit_softcap,
-        )
 
 
 @torch.no_grad()

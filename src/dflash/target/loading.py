@@ -61,8 +61,8 @@ class TargetOptions:
                 "target.name=Qwen/Qwen3-8B."
             )
 
-    def fingerprint(self) -> str:
-        """Identity of the weights and the tokenizer, for the keys of caches of what this target wrote.
+    def fingerprint(self, dtype: torch.dtype | None = None) -> str:
+        """Identity of the weights and the tokenizer, and of the dtype they run in, for caches of what the target wrote.
 
         Weights files are identified by name, size and time of change: hashing them would take minutes on large models.
         """
@@ -71,7 +71,7 @@ class TargetOptions:
         if self.source != "tiny" and folder.is_dir():
             wanted = [folder / str(self.gguf_file)] if self.source == "gguf_package" else sorted(folder.iterdir())
             files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in wanted if f.is_file()]
-        identity = repr((self.source, self.name, self.revision, files))
+        identity = repr((self.source, self.name, self.revision, files, str(dtype) if dtype else None))
         return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
@@ -103,8 +103,10 @@ def load_config(options: TargetOptions, cache_dir: str | Path) -> PretrainedConf
         raise _not_found(options) from error
 
 
-def load_causal_lm(options: TargetOptions, cache_dir: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The target in eval mode, without gradients, on the CPU.
+def load_causal_lm(
+    options: TargetOptions, cache_dir: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """The target in eval mode, without gradients, on `device`.
 
     Raises:
         ValueError: the target is not installed, not cached and not a folder.
@@ -119,7 +121,7 @@ def load_causal_lm(options: TargetOptions, cache_dir: str | Path, dtype: torch.d
             )
         except OSError as error:
             raise _not_found(options) from error
-    return model.eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
 
 
 def _pretrained_folder(options: TargetOptions, cache_dir: str | Path) -> str:

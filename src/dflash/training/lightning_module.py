@@ -14,10 +14,9 @@ from dflash import metric_names
 from dflash.batch import Batch
 from dflash.drafter.network import DFlashDrafter
 from dflash.target.ends import TargetEnds
+from dflash.training.by_length import NUM_LENGTH_BUCKETS, bucket_of_samples, loss_by_length
 from dflash.training.objective import BlockOutcome, CrossEntropyObjective, block_labels, block_token_ids
 from dflash.training.walk import walk_batch
-
-_NUM_LENGTH_BUCKETS = 32
 
 
 class DFlashModule(LightningModule):
@@ -65,7 +64,7 @@ class DFlashModule(LightningModule):
         self.gradient_norm = 0.0
         self.num_empty_steps = 0
         self.latest_metrics: dict[str, float] = {}
-        self.validation_totals = torch.zeros(4, _NUM_LENGTH_BUCKETS, dtype=torch.float64)
+        self.validation_totals = torch.zeros(4, NUM_LENGTH_BUCKETS, dtype=torch.float64)
         self._step_weight_sum = torch.zeros((), dtype=torch.float64)
 
     def draft(self, batch: Batch) -> BlockOutcome:
@@ -139,17 +138,12 @@ class DFlashModule(LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss of the drawn anchors, and the walk over every response, by length of the sample."""
         assert batch.hidden is not None, "the placement adds hidden states"
-        buckets = torch.tensor([metric_names.length_bucket(length) for length in batch.lengths.tolist()])
-        totals = self.validation_totals
         if len(batch.anchors):
-            outcome = self.draft(batch)
-            bucket_of_block = buckets[batch.anchor_doc.cpu()]
-            weighted_loss = (outcome.weights * outcome.cross_entropy).sum(dim=1)
-            totals[0].index_add_(0, bucket_of_block, weighted_loss.double().cpu())
-            totals[1].index_add_(0, bucket_of_block, outcome.weights.sum(dim=1).double().cpu())
+            self.validation_totals[:2] += loss_by_length(batch, self.draft(batch))
         tokens, rounds = walk_batch(self.drafter, self.ends, batch, self.walk_blocks_per_doc)
-        totals[2].index_add_(0, buckets, tokens.double())
-        totals[3].index_add_(0, buckets, rounds.double())
+        buckets = bucket_of_samples(batch)
+        self.validation_totals[2].index_add_(0, buckets, tokens.double())
+        self.validation_totals[3].index_add_(0, buckets, rounds.double())
 
     def on_validation_epoch_end(self) -> None:
         """Log the ratios of sums over all ranks."""
@@ -172,7 +166,9 @@ class DFlashModule(LightningModule):
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["max_steps"] = self.max_steps
         checkpoint["num_empty_steps"] = self.num_empty_steps
+        checkpoint["latest_metrics"] = dict(self.latest_metrics)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over what is counted."""
+        """Take over what is counted and what was last measured."""
         self.num_empty_steps = checkpoint["num_empty_steps"]
+        self.latest_metrics = dict(checkpoint["latest_metrics"])

@@ -164,8 +164,7 @@ class WeightedHeadCrossEntropy(torch.autograd.Function):
         slot_loss = torch.zeros(len(states), dtype=wide, device=states.device)
         slot_correct = torch.zeros(len(states), dtype=torch.bool, device=states.device)
         gradient = torch.empty_like(states) if ctx.needs_input_grad[0] else None
-        # Autocast would round the logits of a float32 head to bfloat16; the head's own dtype decides here.
-        with torch.autocast(states.device.type, enabled=False):
+        with torch.autocast(states.device.type, enabled=False):  # the head's own dtype decides
             for start in range(0, len(states), chunk_slots):
                 rows = slice(start, start + chunk_slots)
                 logits = ends.logits(states[rows]).to(wide)
