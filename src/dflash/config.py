@@ -1,6 +1,7 @@
 """Where the Hydra configuration lies, and how a resumed run gets its own configuration back."""
 
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -13,6 +14,20 @@ CONF_DIR = str(_CHECKOUT_CONF if (_CHECKOUT_CONF / "train.yaml").exists() else _
 
 # hydra.run.dir of `dflash.train`: a resumed run continues in its own folder, any other gets a fresh one.
 OmegaConf.register_new_resolver("run_folder", lambda resume_from, fresh: resume_from or fresh, replace=True)
+
+
+def instantiate(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
+    """Hydra's `instantiate`, with the ValueError that a constructor raises in place of Hydra's account of it."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate as hydra_instantiate
+
+    try:
+        return hydra_instantiate(node, *args, **kwargs)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
+
 
 RUN_CONFIG = "config.yaml"  # in the run folder: the whole configuration the run was started with
 

@@ -8,14 +8,13 @@ Training does the same by itself and finds the result in the cache; this command
 import hydra
 from omegaconf import DictConfig
 
-from dflash.config import CONF_DIR
+from dflash.config import CONF_DIR, instantiate
 
 
 @hydra.main(version_base=None, config_path=CONF_DIR, config_name="prepare")
 def main(config: DictConfig) -> None:
     """Compose, build, report."""
     import torch
-    from hydra.utils import instantiate
     from transformers import PreTrainedModel
 
     from dflash.data.stdlib_chat import with_answers

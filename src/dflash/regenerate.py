@@ -11,14 +11,13 @@ stopped.
 import hydra
 from omegaconf import DictConfig
 
-from dflash.config import CONF_DIR
+from dflash.config import CONF_DIR, instantiate
 
 
 @hydra.main(version_base=None, config_path=CONF_DIR, config_name="regenerate")
 def main(config: DictConfig) -> None:
     """Compose, generate, report."""
     import torch
-    from hydra.utils import instantiate
     from transformers import PreTrainedModel
 
     from dflash.data.answers import answers_folder, read_conversations, write_answers

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
-from dflash.config import CONF_DIR, check_run_options, config_of_resumed_run, save_run_config
+from dflash.config import CONF_DIR, check_run_options, config_of_resumed_run, instantiate, save_run_config
 
 if TYPE_CHECKING:  # lightning and torch take seconds to import: --help and a mistyped override need not wait for them
     from lightning.pytorch import Callback, Trainer
@@ -58,7 +58,6 @@ def run(config: DictConfig, run_folder: Path) -> int:
         ValueError: something in the configuration or the data can not be; the message names it.
     """
     import torch
-    from hydra.utils import instantiate
     from lightning.pytorch import seed_everything
 
     from dflash.callbacks.run_totals import RunTotals
@@ -191,7 +190,7 @@ def build_trainer(
 ) -> "Trainer":
     """The Lightning trainer of a run, with the callbacks that every run has beside `callbacks`."""
     import torch
-    from hydra.utils import get_class, instantiate
+    from hydra.utils import get_class
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import TensorBoardLogger
 
