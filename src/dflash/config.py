@@ -29,7 +29,10 @@ def instantiate(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-RUN_CONFIG = "config.yaml"  # in the run folder: the whole configuration the run was started with
+# In a run folder:
+RUN_CONFIG = "config.yaml"  # the whole configuration the run was started with
+LAST_CHECKPOINT = "checkpoints/last.ckpt"
+BEST_CHECKPOINT = "checkpoints/best.ckpt"
 
 
 def save_run_config(config: DictConfig, run_folder: Path) -> None:
@@ -40,6 +43,17 @@ def save_run_config(config: DictConfig, run_folder: Path) -> None:
         num_kept = len(list(run_folder.glob("config.before-resume-*.yaml")))
         path.rename(run_folder / f"config.before-resume-{num_kept + 1}.yaml")
     path.write_text(text, encoding="utf-8")
+
+
+def config_of_run(name: str | Path) -> DictConfig | None:
+    """The configuration that a run folder or a checkpoint in it was trained with; None for anything else."""
+    path = Path(name)
+    config_file = (path.parents[1] if path.suffix == ".ckpt" and len(path.parents) > 1 else path) / RUN_CONFIG
+    if not config_file.is_file():
+        return None
+    config = OmegaConf.load(config_file)
+    assert isinstance(config, DictConfig)
+    return config
 
 
 def check_run_options(config: DictConfig) -> None:
@@ -69,6 +83,36 @@ def check_run_options(config: DictConfig) -> None:
             mistakes.append(f"{key}={value!r}: expected a whole number of {least} or more{otherwise}.")
     if config.epochs is None and config.max_steps is None:
         mistakes.append("epochs=null and max_steps=null: give one of the two, the length of training.")
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+
+
+def check_evaluation_options(config: DictConfig, run_config: DictConfig | None) -> None:
+    """Refuse what `dflash.evaluate` can not do.
+
+    Args:
+        config: of the evaluation.
+        run_config: of the run that it evaluates; None for a drafter in the published layout.
+
+    Raises:
+        ValueError: all that is wrong, each with its key, value and what is allowed.
+    """
+    mistakes = []
+    if not config.run:
+        mistakes.append("run=null: name a run folder, a .ckpt file or an exported drafter, run=outputs/train/...")
+    elif run_config is None:
+        for key, example in (("target", "target=hf target.name=Qwen/Qwen3-8B"), ("prompts", "prompts=chats.jsonl")):
+            if not config.get(key):
+                mistakes.append(
+                    f"run={config.run} is no run of dflash.train that could name its {key}: give {example}."
+                )
+    if config.prompts and not Path(config.prompts).is_file():
+        mistakes.append(f"prompts={config.prompts}: no such file (working folder: {Path.cwd()}).")
+    for key in ("num_prompts", "num_threads"):
+        if config[key] is not None and (type(config[key]) is not int or config[key] < 1):
+            mistakes.append(f"{key}={config[key]!r}: expected a whole number of 1 or more, or null.")
+    if type(config.seed) is not int:
+        mistakes.append(f"seed={config.seed!r}: expected a whole number.")
     if mistakes:
         raise ValueError("\n".join(mistakes))
 

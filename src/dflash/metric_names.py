@@ -16,6 +16,8 @@ DATA_EPOCH = "data/epoch"
 VAL_LOSS = "val/loss"
 VAL_ACCEPTANCE_LENGTH = "val/acceptance_length"
 VAL_LOSS_BY_LENGTH = "val_loss_by_length"
+DECODE_ACCEPTANCE_LENGTH = "decode/acceptance_length"
+DECODE_SPEEDUP = "decode/speedup"
 
 
 def length_bucket(length_tokens: int) -> int:
@@ -23,6 +25,11 @@ def length_bucket(length_tokens: int) -> int:
     return length_tokens.bit_length() - 1
 
 
+def length_range(bucket: int) -> str:
+    """The lengths of a bucket, `0128-0255` for bucket 7."""
+    return f"{2**bucket:04d}-{2 ** (bucket + 1) - 1:04d}"
+
+
 def by_length(group: str, bucket: int) -> str:
     """Tag of one length bucket, `loss_by_length/0128-0255` for bucket 7."""
-    return f"{group}/{2**bucket:04d}-{2 ** (bucket + 1) - 1:04d}"
+    return f"{group}/{length_range(bucket)}"

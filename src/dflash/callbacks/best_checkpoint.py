@@ -8,9 +8,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from dflash import metric_names
+from dflash.config import BEST_CHECKPOINT
 from dflash.training.lightning_module import DFlashModule
-
-BEST_CHECKPOINT = "checkpoints/best.ckpt"
 
 
 class BestCheckpoint(Checkpoint):

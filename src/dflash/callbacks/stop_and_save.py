@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from dflash.batch import Batch
 from dflash.callbacks.interval import completes_step
-
-LAST_CHECKPOINT = "checkpoints/last.ckpt"
+from dflash.config import LAST_CHECKPOINT
 
 
 class RunInterruptedError(Exception):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from dflash.target.loading import end_of_turn_ids
+
 
 @dataclass(frozen=True)
 class AnswerOptions:
@@ -80,7 +82,7 @@ def generate(
     prompts: list[list[int]], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: AnswerOptions
 ) -> list[Answer]:
     """Answers to the token ids of prompts, in one batch, padded on the left: all answers begin in one column."""
-    ends = _end_of_turn_ids(model, tokenizer)
+    ends = end_of_turn_ids(model, tokenizer)
     longest = max(map(len, prompts))
     input_ids = torch.full((len(prompts), longest), ends[0], dtype=torch.long)
     attention_mask = torch.zeros_like(input_ids)
@@ -122,16 +124,6 @@ def _to_answer(ids: list[int], ends: list[int], num_prompt_tokens: int, tokenize
     if stop is None:
         return Answer(text, "length", len(ids), num_prompt_tokens, same_tokens)
     return Answer(text, "stop", stop + 1, num_prompt_tokens, same_tokens)
-
-
-def _end_of_turn_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end an answer: chat models often name several in their generation config."""
-    published = model.generation_config.eos_token_id
-    published = published if isinstance(published, list) else [published]
-    ends = list(dict.fromkeys(i for i in [tokenizer.eos_token_id, *published] if i is not None))
-    if not ends:
-        raise ValueError("The target names no end-of-turn token (eos_token_id) in its tokenizer or generation config.")
-    return ends
 
 
 def digest(text: str) -> str:

@@ -4,9 +4,14 @@ The rule (design 4.6): a block with anchor a sees the context at t < a of its ow
 directions, and no other block.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+# (query, block_key, block_value, context_key, context_value) -> attended, shapes as in `DenseBlockAttention.__call__`.
+BlockAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class DenseBlockAttention:
@@ -81,3 +86,15 @@ class DenseBlockAttention:
         grid = blocks.new_zeros(self.num_docs * self.blocks_in_grid, block_size, num_heads, head_dim)
         grid = grid.index_copy(0, self.grid_cell, blocks)
         return grid.view(self.num_docs, -1, num_heads, head_dim)
+
+
+def attend_to_all(
+    query: Tensor, block_key: Tensor, block_value: Tensor, context_key: Tensor, context_value: Tensor
+) -> Tensor:
+    """The rule for one block behind its whole context: everything is visible, no mask is needed.
+
+    Shapes as in `DenseBlockAttention`, with N = B = 1.
+    """
+    keys = torch.cat([context_key, block_key], dim=1).transpose(1, 2)
+    values = torch.cat([context_value, block_value], dim=1).transpose(1, 2)
+    return F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, enable_gqa=True).transpose(1, 2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
-from dflash.drafter.block_attention import DenseBlockAttention
+from dflash.drafter.block_attention import BlockAttention, DenseBlockAttention, attend_to_all
 
 ContextKV = list[tuple[Tensor, Tensor]]  # a layer's keys and values, each [B, S, key heads, head_dim]
 
@@ -97,7 +97,25 @@ class DFlashDrafter(nn.Module):
         attention = DenseBlockAttention(
             anchors, anchor_doc, num_docs=num_docs, context_length=context_length, block_size=num_slots
         )
-        positions = anchors[:, None] + torch.arange(num_slots, device=anchors.device)
+        return self._through_layers(block_embeddings, context, anchors, attention)
+
+    def denoise_next(self, block_embeddings: Tensor, context: ContextKV) -> Tensor:
+        """States of the one block that follows the context, as decoding needs it: all of the context is before it.
+
+        Args:
+            block_embeddings: [1, K, H]; K may be smaller than in training.
+            context: of one document, [1, S, key heads, head_dim] each; the anchor stands at position S.
+
+        Returns:
+            [1, K, H], final norm applied.
+        """
+        anchor = torch.full((1,), context[0][0].shape[1], device=block_embeddings.device)
+        return self._through_layers(block_embeddings, context, anchor, attend_to_all)
+
+    def _through_layers(
+        self, block_embeddings: Tensor, context: ContextKV, anchors: Tensor, attention: BlockAttention
+    ) -> Tensor:
+        positions = anchors[:, None] + torch.arange(block_embeddings.shape[1], device=anchors.device)
         states = block_embeddings.to(self.fc.weight.dtype)
         rotation = rotary_angles(positions, self.config, states.dtype)
         for layer, (context_key, context_value) in zip(self.layers, context, strict=True):
@@ -125,7 +143,7 @@ class DrafterLayer(nn.Module):
         rotation: tuple[Tensor, Tensor],
         context_key: Tensor,
         context_value: Tensor,
-        attention: DenseBlockAttention,
+        attention: BlockAttention,
     ) -> Tensor:
         """[N, K, H] -> [N, K, H]."""
         states = states + self.self_attn(self.input_layernorm(states), rotation, context_key, context_value, attention)
@@ -160,7 +178,7 @@ class DrafterAttention(nn.Module):
         rotation: tuple[Tensor, Tensor],
         context_key: Tensor,
         context_value: Tensor,
-        attention: DenseBlockAttention,
+        attention: BlockAttention,
     ) -> Tensor:
         """[N, K, H] -> [N, K, H]."""
         block_key, block_value = self.key_value(states, rotation)

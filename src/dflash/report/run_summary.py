@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash import metric_names
+from dflash.config import BEST_CHECKPOINT, LAST_CHECKPOINT
 
 SUMMARY_NAME = "summary.json"
 
@@ -76,8 +77,8 @@ class RunSummary:
             },
             "validation": {"trained": _validation(metrics), "untrained": self.untrained or None},
             **by_length,
-            "checkpoint": str(self.path.parent / "checkpoints" / "last.ckpt"),
-            "best_checkpoint": str(self.path.parent / "checkpoints" / "best.ckpt"),
+            "checkpoint": str(self.path.parent / LAST_CHECKPOINT),
+            "best_checkpoint": str(self.path.parent / BEST_CHECKPOINT),
             "interrupted_by": interrupted_by,
         }
         self._write(content)
@@ -119,6 +120,7 @@ class RunSummary:
             acceptance = content[metric_names.ACCEPTANCE_BY_LENGTH].get(name)
             lines.append((f"  {name} tokens", f"loss {value:.3f}, acceptance length {_format(acceptance, '{:.3f}')}"))
         lines.append(("checkpoint", content["checkpoint"]))
+        lines.append(("to decode with it", f"python -m dflash.evaluate run={self.path.parent}"))
         lines.append(("TensorBoard", f"tensorboard --logdir {self.path.parent}"))
         if content["interrupted_by"]:
             lines.append(("ended early by", content["interrupted_by"]))

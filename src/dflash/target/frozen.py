@@ -47,18 +47,31 @@ class FrozenTarget:
         Returns:
             [B, S, L * H] in the target's dtype.
         """
+        # no_grad and not inference_mode: tensors made in inference mode can not be saved for the drafter's backward.
+        with torch.no_grad(), self.capturing(stop_after_last=True) as captured:
+            self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False)
+        return self.joined(captured)
+
+    @contextmanager
+    def capturing(self, *, stop_after_last: bool = False) -> Iterator[dict[int, Tensor]]:
+        """While it lasts, forward passes of the model leave the captured layers' states in the dict that it gives.
+
+        Args:
+            stop_after_last: end the pass, and the `with` block, after the last captured layer.
+        """
         captured: dict[int, Tensor] = {}
         last = max(self.layer_ids)
 
         def capture(layer_id: int, output: Any) -> None:
             captured[layer_id] = output[0] if isinstance(output, tuple) else output
-            if layer_id == last:
+            if stop_after_last and layer_id == last:
                 raise _LastLayerReachedError
 
-        # no_grad and not inference_mode: tensors made in inference mode can not be saved for the drafter's backward.
-        hooks = _layer_hooks(decoder_layers(self.model), self.layer_ids, capture)
-        with torch.no_grad(), hooks, suppress(_LastLayerReachedError):
-            self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False)
+        with _layer_hooks(decoder_layers(self.model), self.layer_ids, capture), suppress(_LastLayerReachedError):
+            yield captured
+
+    def joined(self, captured: dict[int, Tensor]) -> Tensor:
+        """Captured states, each [B, S, H], as the drafter reads them: [B, S, L * H]."""
         return torch.cat([captured[i] for i in self.layer_ids], dim=-1)
 
 

@@ -124,6 +124,20 @@ def load_causal_lm(
     return model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
 
 
+def end_of_turn_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end an answer: chat models often name several in their generation config.
+
+    Raises:
+        ValueError: neither names one.
+    """
+    published = model.generation_config.eos_token_id
+    published = published if isinstance(published, list) else [published]
+    ends = list(dict.fromkeys(i for i in [tokenizer.eos_token_id, *published] if i is not None))
+    if not ends:
+        raise ValueError("The target names no end-of-turn token (eos_token_id) in its tokenizer or generation config.")
+    return ends
+
+
 def _pretrained_folder(options: TargetOptions, cache_dir: str | Path) -> str:
     """What `from_pretrained` takes: the hub name or folder itself, or the folder a GGUF file was unpacked into."""
     return options.name if options.source == "hub" else str(_unpack_gguf(options, Path(cache_dir)))

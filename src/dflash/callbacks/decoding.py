@@ -1,0 +1,65 @@
+"""Real decoding of a few held-out prompts while training goes on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from dflash import metric_names
+from dflash.batch import Batch
+from dflash.callbacks.interval import completes_step, log_metrics
+from dflash.decoding.block_drafter import BlockDrafter
+from dflash.decoding.comparison import Prompt, compare_decoding
+from dflash.decoding.transcript import DecodingOptions
+from dflash.target.frozen import FrozenTarget
+from dflash.training.lightning_module import DFlashModule
+
+
+class Decoding(Callback):
+    """`decode/acceptance_length` and `decode/speedup`: greedy, the same prompts with and without the drafter.
+
+    Rank 0 decodes while the others wait at the next reduction of gradients.
+
+    Args:
+        every_n_steps: optimizer steps between two measurements.
+        num_prompts: how many held-out prompts; always the first ones.
+        max_new_tokens: a text ends here at the latest. Time goes with num_prompts * max_new_tokens.
+    """
+
+    def __init__(self, every_n_steps: int = 1000, num_prompts: int = 4, max_new_tokens: int = 64) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("num_prompts", num_prompts)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"callbacks.decoding.{name}={value!r}: expected a whole number of 1 or more.")
+        self.options = DecodingOptions((), max_new_tokens)
+        self.every_n_steps = every_n_steps
+        self.num_prompts = num_prompts
+        self.target: FrozenTarget | None = None
+        self.prompts: Sequence[Prompt] = ()
+
+    def use(self, target: FrozenTarget, prompts: Sequence[Prompt], stop_ids: Sequence[int]) -> None:
+        """Set what exists only once the run has loaded its target and its data."""
+        self.target, self.prompts = target, prompts
+        self.options = DecodingOptions(tuple(stop_ids), self.options.max_new_tokens)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Decode when it is time."""
+        is_due = completes_step(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0
+        if not is_due or not self.prompts or not trainer.is_global_zero:
+            return
+        assert isinstance(pl_module, DFlashModule)
+        assert self.target is not None, "train.py calls use()"
+        drafter = BlockDrafter(pl_module.drafter, pl_module.ends)
+        was_training = pl_module.training
+        pl_module.eval()
+        with trainer.precision_plugin.forward_context():
+            comparison = compare_decoding(
+                self.target, drafter, self.prompts, self.options, block_size=drafter.block_size
+            )
+        pl_module.train(was_training)
+        metrics = {
+            metric_names.DECODE_ACCEPTANCE_LENGTH: comparison.acceptance_length,
+            metric_names.DECODE_SPEEDUP: comparison.speedup,
+        }
+        log_metrics(trainer, pl_module, {name: value for name, value in metrics.items() if value is not None})

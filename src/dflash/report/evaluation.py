@@ -1,0 +1,69 @@
+"""What decoding with the drafter came to, in words and tables."""
+
+from typing import Any
+
+from dflash.report.tables import text_table
+
+
+def evaluation_text(figures: dict[str, Any]) -> str:
+    """Tables by prompt and by length, the totals, and whether it is faster.
+
+    Args:
+        figures: the content of `evaluate.json`.
+    """
+    by_prompt = text_table(
+        ["prompt", "tokens", "new", "rounds", "tokens/round", "tokens/s", "target alone", "lossless"],
+        [
+            [row[key] for key in ("source", "prompt_tokens", "new_tokens", "rounds", "acceptance_length",
+                                  "tokens_per_s", "baseline_tokens_per_s", "lossless")]
+            for row in figures["by_prompt"]
+        ],
+    )  # fmt: skip
+    by_length = text_table(
+        ["prompt and text", "prompts", "tokens/round", "tokens/s", "target alone", "speed-up"],
+        [
+            [f"{name} tokens", *(part[key] for key in ("prompts", "acceptance_length", "tokens_per_s",
+                                                       "baseline_tokens_per_s", "speedup"))]
+            for name, part in figures["by_length"].items()
+        ],
+    )  # fmt: skip
+    return "\n\n".join([by_prompt, by_length, _totals(figures)])
+
+
+def _totals(figures: dict[str, Any]) -> str:
+    acceptance, speedup = figures["acceptance_length"], figures["speedup"]
+    if acceptance is None:
+        return "Every text ended with its first token: there was nothing to draft."
+    seconds = figures["drafter_seconds"] + figures["target_seconds"] + figures["other_seconds"]
+    shares = ", ".join(f"{part} {figures[f'{part}_seconds'] / seconds:.0%}" for part in ("target", "drafter", "other"))
+    slots = " ".join(f"{share:.0%}" for share in figures["acceptance_by_slot"])
+    lines = [
+        ("acceptance length", f"{acceptance:.3f} tokens a round, of {figures['block_size']} at most"),
+        ("accepted by slot", f"{slots}  (all drafts up to this slot)"),
+        ("first token after", f"{figures['first_token_seconds']:.2f} s"),
+        ("speed", f"{figures['tokens_per_s']:.2f} tokens/s; the target alone {figures['baseline_tokens_per_s']:.2f}"),
+        ("time of a round", f"{seconds / figures['rounds'] * 1000:.0f} ms: {shares}"),
+        ("lossless", _lossless(figures)),
+    ]
+    width = max(len(name) for name, _ in lines)
+    judgement = "FASTER" if speedup > 1 else "SLOWER"
+    return (
+        "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+        + f"\n\nOn this machine decoding with the drafter is {judgement} than the target alone: {speedup:.2f} times "
+        "its speed."
+    )
+
+
+def _lossless(figures: dict[str, Any]) -> str:
+    if figures["lossless"] is None:
+        return "not compared: sampled texts differ, their distribution is the target's"
+    parted = [row for row in figures["by_prompt"] if row["divergence"]]
+    same = f"{figures['prompts'] - len(parted)} of {figures['prompts']} texts are the target's own, token for token"
+    return "\n".join(
+        [f"{'yes' if figures['lossless'] else 'NO'}: {same}"]
+        + [
+            f"  {row['source']}: parts at new token {row['divergence']['index']}, where the target's two best logits "
+            f"lie {row['divergence']['gap']:.1e} apart ({row['lossless']})"
+            for row in parted
+        ]
+    )

@@ -1,0 +1,53 @@
+"""Pictures of results. matplotlib's own drawing surface, so that no display is needed and nothing global is set."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+
+def plot_evaluation(figures: dict[str, Any], path: Path) -> None:
+    """Draw what `evaluate.json` holds: acceptance by slot, tokens a round, speed, and both by length.
+
+    Args:
+        figures: the content of `evaluate.json`.
+        path: of the PNG.
+    """
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    acceptance, speedup = figures["acceptance_length"], figures["speedup"]
+    figure.suptitle(
+        f"{figures['run']}\n{figures['prompts']} prompts: "
+        + (f"{acceptance:.2f} tokens a round, " if acceptance else "no round, ")
+        + (f"{speedup:.2f}x the target's own decoding" if speedup else "no speed measured"),
+        fontsize=11,
+    )
+    by_slot, by_round, speed, by_length = figure.subplots(2, 2).flat
+
+    slots = list(range(1, len(figures["acceptance_by_slot"]) + 1))
+    _bars(by_slot, slots, figures["acceptance_by_slot"], "{:.0%}")
+    by_slot.set(title="Drafts accepted up to this slot", xlabel="slot", ylabel="share of rounds", ylim=(0, 1.08))
+
+    histogram = figures["acceptance_histogram"]
+    _bars(by_round, list(range(1, len(histogram) + 1)), histogram, "{:.0f}")
+    by_round.set(title="Tokens a round", xlabel="emitted tokens", ylabel="rounds")
+
+    rates = [figures["baseline_tokens_per_s"] or 0.0, figures["tokens_per_s"] or 0.0]
+    _bars(speed, ["target alone", "with the drafter"], rates, "{:.1f}")
+    speed.set(title="Speed after the first token", ylabel="tokens/s")
+
+    buckets = {name: bucket for name, bucket in figures["by_length"].items() if bucket["speedup"]}
+    _bars(by_length, list(buckets), [bucket["speedup"] for bucket in buckets.values()], "{:.2f}x")
+    by_length.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+    by_length.set(title="Speed-up by length (prompt and text)", xlabel="tokens", ylabel="times the target alone")
+    figure.savefig(path, dpi=120)
+
+
+def _bars(axes: Axes, names: list[Any], heights: list[float], label: str) -> None:
+    places = range(len(names))
+    bars = axes.bar(places, heights, color="#3b6ea5")
+    axes.bar_label(bars, labels=[label.format(height) for height in heights], padding=2)
+    axes.set_xticks(places, [str(name) for name in names])
+    axes.margins(y=0.12)
