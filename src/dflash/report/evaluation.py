@@ -4,6 +4,17 @@ from typing import Any
 
 from dflash.report.tables import text_table
 
+SOURCE_CHARS = 32  # of a prompt's file and line that a table shows
+_SPEED_COLUMNS = {
+    "acceptance_length": "tokens/round",
+    "tokens_per_s": "tokens/s",
+    "baseline_tokens_per_s": "target alone",
+}
+_PROMPT_COLUMNS = {
+    "prompt_tokens": "tokens", "new_tokens": "new", "rounds": "rounds", **_SPEED_COLUMNS, "lossless": "lossless",
+}  # fmt: skip
+_LENGTH_COLUMNS = {"prompts": "prompts", **_SPEED_COLUMNS, "speedup": "speed-up"}
+
 
 def evaluation_text(figures: dict[str, Any]) -> str:
     """Tables by prompt and by length, the totals, and whether it is faster.
@@ -12,22 +23,18 @@ def evaluation_text(figures: dict[str, Any]) -> str:
         figures: the content of `evaluate.json`.
     """
     by_prompt = text_table(
-        ["prompt", "tokens", "new", "rounds", "tokens/round", "tokens/s", "target alone", "lossless"],
-        [
-            [row[key] for key in ("source", "prompt_tokens", "new_tokens", "rounds", "acceptance_length",
-                                  "tokens_per_s", "baseline_tokens_per_s", "lossless")]
-            for row in figures["by_prompt"]
-        ],
-    )  # fmt: skip
+        ["prompt", *_PROMPT_COLUMNS.values()],
+        [[_end_of(row["source"]), *(row[key] for key in _PROMPT_COLUMNS)] for row in figures["by_prompt"]],
+    )
     by_length = text_table(
-        ["prompt and text", "prompts", "tokens/round", "tokens/s", "target alone", "speed-up"],
-        [
-            [f"{name} tokens", *(part[key] for key in ("prompts", "acceptance_length", "tokens_per_s",
-                                                       "baseline_tokens_per_s", "speedup"))]
-            for name, part in figures["by_length"].items()
-        ],
-    )  # fmt: skip
+        ["prompt and text", *_LENGTH_COLUMNS.values()],
+        [[f"{name} tokens", *(part[key] for key in _LENGTH_COLUMNS)] for name, part in figures["by_length"].items()],
+    )
     return "\n\n".join([by_prompt, by_length, _totals(figures)])
+
+
+def _end_of(source: str) -> str:
+    return source if len(source) <= SOURCE_CHARS else f"…{source[1 - SOURCE_CHARS :]}"
 
 
 def _totals(figures: dict[str, Any]) -> str:
