@@ -2,11 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from dflash.decoding.few_rows import fastest_layout
 from dflash.decoding.speculative import Drafting, decode
 from dflash.decoding.transcript import DecodingOptions, Transcript
 from dflash.metric_names import length_bucket, length_range
@@ -184,15 +186,26 @@ def compare_decoding(
         block_size: of the drafter, for the figures by slot.
         on_prompt: called with each outcome.
     """
+    layout = fastest_layout(target.model.get_output_embeddings().weight, block_size)
+    contexts: dict[Drafting | None, AbstractContextManager[Any]] = {
+        drafter: layout,
+        None: nullcontext(),
+    }  # plain decoding has one row, which needs none
+
+    def decode_one(way: Drafting | None, prompt: Prompt, options: DecodingOptions) -> Transcript:
+        with contexts[way]:
+            return decode(target, way, prompt.token_ids, options)
+
     warm_up = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
     for way in (drafter, None):
-        decode(target, way, prompts[0].token_ids, warm_up)
+        decode_one(way, prompts[0], warm_up)
     outcomes = []
     for number, prompt in enumerate(prompts):
         ways: list[Drafting | None] = [drafter, None] if number % 2 == 0 else [None, drafter]
-        by_way = {way is None: decode(target, way, prompt.token_ids, options) for way in ways}
-        divergence = None if options.temperature else find_divergence(target, prompt, by_way[False], by_way[True])
-        outcome = PromptOutcome(prompt, speculative=by_way[False], plain=by_way[True], divergence=divergence)
+        by_way = {way: decode_one(way, prompt, options) for way in ways}
+        speculative, plain = by_way[drafter], by_way[None]
+        divergence = None if options.temperature else find_divergence(target, prompt, speculative, plain)
+        outcome = PromptOutcome(prompt, speculative, plain, divergence)
         outcomes.append(outcome)
         on_prompt(outcome)
     return Comparison(outcomes, block_size, greedy=options.temperature == 0)
