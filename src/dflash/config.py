@@ -5,6 +5,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from dflash.checks import check_integer
+
 _PACKAGE = Path(__file__).resolve().parent
 _CHECKOUT_CONF = _PACKAGE.parents[1] / "conf"
 
@@ -78,9 +80,10 @@ def check_run_options(config: DictConfig) -> None:
         value = OmegaConf.select(config, key)
         if value is None and key in optional:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            otherwise = ", or null" if key in optional else ""
-            mistakes.append(f"{key}={value!r}: expected a whole number of {least} or more{otherwise}.")
+        try:
+            check_integer(key, value, least, ", or null" if key in optional else "")
+        except ValueError as mistake:
+            mistakes.append(str(mistake))
     if config.epochs is None and config.max_steps is None:
         mistakes.append("epochs=null and max_steps=null: give one of the two, the length of training.")
     if mistakes:
@@ -108,11 +111,13 @@ def check_evaluation_options(config: DictConfig, run_config: DictConfig | None) 
                 )
     if config.prompts and not Path(config.prompts).is_file():
         mistakes.append(f"prompts={config.prompts}: no such file (working folder: {Path.cwd()}).")
-    for key in ("num_prompts", "num_threads"):
-        if config[key] is not None and (type(config[key]) is not int or config[key] < 1):
-            mistakes.append(f"{key}={config[key]!r}: expected a whole number of 1 or more, or null.")
-    if type(config.seed) is not int:
-        mistakes.append(f"seed={config.seed!r}: expected a whole number.")
+    for key, least in (("num_prompts", 1), ("num_threads", 1), ("seed", 0)):
+        if config[key] is None and key != "seed":
+            continue
+        try:
+            check_integer(key, config[key], least, "" if key == "seed" else ", or null")
+        except ValueError as mistake:
+            mistakes.append(str(mistake))
     if mistakes:
         raise ValueError("\n".join(mistakes))
 

@@ -55,7 +55,7 @@ def test_a_sample_brings_its_anchors_up_to_the_limit() -> None:
 @pytest.mark.parametrize("key", ["token_budget", "pad_multiple", "anchors_per_sample"])
 @pytest.mark.parametrize("value", ["abc", "64", 1e3, None, True, 0, -8, [64]])
 def test_a_required_limit_that_is_no_positive_integer_is_refused_by_name(key: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"^batch\.{key}=.* must be an integer >= 1\.") as error:
+    with pytest.raises(ValueError, match=rf"^batch\.{key}=.*: expected a whole number of 1 or more\.") as error:
         limits(**{key: value})
     assert repr(value) in str(error.value)
 
@@ -64,7 +64,9 @@ def test_a_required_limit_that_is_no_positive_integer_is_refused_by_name(key: st
 @pytest.mark.parametrize("value", ["abc", 1e3, False, 0, -1])
 def test_an_optional_limit_is_a_positive_integer_or_null(key: str, value: object) -> None:
     assert getattr(limits(**{key: None}), key) is None
-    with pytest.raises(ValueError, match=rf"^batch\.{key}=.* must be an integer >= 1, or null for no bound"):
+    with pytest.raises(
+        ValueError, match=rf"^batch\.{key}=.*: expected .* 1 or more, or null for no bound"
+    ):
         limits(**{key: value})
 
 

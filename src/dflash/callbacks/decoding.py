@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from dflash import metric_names
 from dflash.batch import Batch
 from dflash.callbacks.interval import completes_step, log_metrics
+from dflash.checks import check_integer
 from dflash.decoding.block_drafter import BlockDrafter
 from dflash.decoding.comparison import Prompt, compare_decoding
 from dflash.decoding.transcript import DecodingOptions
@@ -27,9 +28,9 @@ class Decoding(Callback):
     """
 
     def __init__(self, every_n_steps: int = 1000, num_prompts: int = 4, max_new_tokens: int = 64) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("num_prompts", num_prompts)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"callbacks.decoding.{name}={value!r}: expected a whole number of 1 or more.")
+        check_integer("callbacks.decoding.every_n_steps", every_n_steps, 1)
+        check_integer("callbacks.decoding.num_prompts", num_prompts, 1)
+        check_integer("callbacks.decoding.max_new_tokens", max_new_tokens, 1)
         self.options = DecodingOptions((), max_new_tokens)
         self.every_n_steps = every_n_steps
         self.num_prompts = num_prompts

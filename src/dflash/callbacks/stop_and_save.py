@@ -36,9 +36,6 @@ class StopAndSave(Checkpoint):  # Lightning runs Checkpoint callbacks last, when
     """
 
     def __init__(self, run_folder: str | Path, every_n_steps: int, stop_after_steps: int | None = None) -> None:
-        for name, value in (("trainer.save_every_n_steps", every_n_steps), ("stop_after_steps", stop_after_steps)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: expected a whole number of 1 or more.")
         self.path = Path(run_folder) / LAST_CHECKPOINT
         self.every_n_steps = every_n_steps
         self.stop_after_steps = stop_after_steps

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from dflash import metric_names
 from dflash.batch import Batch
 from dflash.callbacks.interval import completes_interval, completes_step, log_metrics, sum_over_ranks
+from dflash.checks import check_integer
 
 
 class Throughput(Callback):
@@ -21,9 +22,8 @@ class Throughput(Callback):
     """
 
     def __init__(self, window_steps: int, warmup_steps: int) -> None:
-        for name, value in (("window_steps", window_steps), ("warmup_steps", warmup_steps)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"callbacks.throughput.{name}={value!r}: expected a whole number of 1 or more.")
+        check_integer("callbacks.throughput.window_steps", window_steps, 1)
+        check_integer("callbacks.throughput.warmup_steps", warmup_steps, 1)
         self.warmup_steps = warmup_steps
         # After each step: training seconds, and real tokens, padded tokens, anchors so far on this rank.
         self.marks: deque[tuple[float, torch.Tensor]] = deque(maxlen=window_steps + 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from dflash.checks import check_integer
 from dflash.target.loading import end_of_turn_ids
 
 
@@ -35,9 +36,7 @@ class AnswerOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_batch_prompts", "batch_token_budget", "max_prompt_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"regenerate.{name}={value!r}: expected a whole number of 1 or more.")
+            check_integer(f"regenerate.{name}", getattr(self, name), 1)
         if not isinstance(self.temperature, int | float) or not self.temperature >= 0:
             raise ValueError(f"regenerate.temperature={self.temperature!r}: expected 0 (greedy) or a positive number.")
 

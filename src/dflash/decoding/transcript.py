@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dflash.checks import check_integer
+
 
 @dataclass(frozen=True)
 class DecodingOptions:
@@ -29,8 +31,7 @@ class DecodingOptions:
     block_size: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_new_tokens, int) or isinstance(self.max_new_tokens, bool) or self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens!r}: expected a whole number of 1 or more.")
+        check_integer("max_new_tokens", self.max_new_tokens, 1)
         is_number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
         if not is_number or not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature!r}: expected 0 (greedy) or a positive number.")

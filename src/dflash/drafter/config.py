@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, Qwen3Config
 
+from dflash.checks import check_integer
 from dflash.target.frozen import check_layer_ids, spaced_layer_ids
 
 
@@ -41,10 +42,10 @@ class DrafterOptions:
             value = getattr(self, field.name)
             if field.name == "target_layer_ids" or (value is None and field.name not in minimum):
                 continue
-            least = minimum.get(field.name, 1)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or value < least or (field.name != "rope_theta" and not isinstance(value, int)):
-                raise ValueError(f"drafter.{field.name}={value!r}: expected a whole number of {least} or more.")
+            if field.name != "rope_theta":
+                check_integer(f"drafter.{field.name}", value, minimum.get(field.name, 1))
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"drafter.rope_theta={value!r}: expected a number above 0.")
 
 
 def drafter_config(options: DrafterOptions, target: PretrainedConfig, mask_token_id: int) -> Qwen3Config:

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash.checks import check_integer
 from dflash.samplers.cut import split_batches, take_batches
-from dflash.samplers.limits import BatchLimits, IntArray, check_integer
+from dflash.samplers.limits import BatchLimits, IntArray
 
 
 @dataclass(frozen=True, eq=False)  # eq: == on arrays has no single truth value; compare fingerprints

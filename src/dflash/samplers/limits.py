@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash.checks import check_integer
+
 IntArray = NDArray[np.int64]
 
 TOO_LONG = ("error", "drop", "truncate", "alone")
@@ -83,10 +85,3 @@ class BatchLimits:
         `anchor_budget`, still holds.
         """
         return np.minimum(num_anchorable, self.anchors_per_sample)
-
-
-def check_integer(name: str, value: object, minimum: int, otherwise: str = "") -> None:
-    """Raise a ValueError that names `name` unless `value` is an integer >= `minimum`."""
-    # bool is an int to Python, and a plain YAML config takes any type in silence.
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name}={value!r} must be an integer >= {minimum}{otherwise}.")

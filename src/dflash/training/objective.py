@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash.checks import check_integer
 from dflash.target.ends import TargetEnds
 
 # Decay of the slot weights in the published recipe (arXiv 2602.06036), by block size.
@@ -109,8 +110,7 @@ class CrossEntropyObjective:
         gamma = PUBLISHED_GAMMA[block_size] if gamma is None else gamma
         if isinstance(gamma, bool) or not isinstance(gamma, int | float) or not gamma > 0:
             raise ValueError(f"objective.gamma={gamma!r}: expected a number above 0.")
-        if isinstance(chunk_slots, bool) or not isinstance(chunk_slots, int) or chunk_slots < 1:
-            raise ValueError(f"objective.chunk_slots={chunk_slots!r}: expected a whole number of 1 or more.")
+        check_integer("objective.chunk_slots", chunk_slots, 1)
         self.chunk_slots = chunk_slots
         self.slot_weights = [math.exp(-(k - 1) / gamma) for k in range(1, block_size)]
 
