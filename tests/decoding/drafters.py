@@ -28,7 +28,7 @@ class ScriptedDrafter:
     def logits(self, anchor_token: int) -> Tensor:
         position = sum(piece.shape[1] for piece in self.pieces)
         proposed = torch.tensor(self.propose(position, anchor_token))
-        return torch.nn.functional.one_hot(proposed, self.vocab_size).float() * 50.0
+        return torch.nn.functional.one_hot(proposed.to(self.pieces[0].device), self.vocab_size).float() * 50.0
 
 
 def scripts(text: list[int], block_size: int, vocab_size: int, stop_id: int) -> dict[str, ScriptedDrafter]:
@@ -62,8 +62,8 @@ def scripts(text: list[int], block_size: int, vocab_size: int, stop_id: int) -> 
 def greedy_text(target: FrozenTarget, prompt: list[int], max_new_tokens: int, stop_ids: list[int]) -> list[int]:
     """The target's own `generate`."""
     output = target.model.generate(  # type: ignore[operator]
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        torch.tensor([prompt], device=target.device),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=target.device),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=stop_ids,

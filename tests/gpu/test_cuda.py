@@ -7,11 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash.target.ends import TargetEnds
+from dflash.decoding.block_drafter import BlockDrafter
+from dflash.decoding.comparison import Prompt, compare_decoding, find_divergence
+from dflash.decoding.speculative import decode
+from dflash.decoding.transcript import DecodingOptions, Transcript
+from dflash.drafter.config import DrafterOptions, drafter_config
+from dflash.drafter.network import DFlashDrafter
+from dflash.target.ends import TargetEnds, target_ends
 from dflash.target.frozen import FrozenTarget
 from dflash.target.tiny import build_tiny_model
 from dflash.training.objective import WeightedHeadCrossEntropy
 from tests.commands import train_here
+from tests.decoding.drafters import greedy_text, scripts
 from tests.training.test_objective import module_for
 from tests.training.tiny import make_batch, tiny_drafter, tiny_ends
 
@@ -60,6 +67,34 @@ def test_a_bf16_head_under_autocast_gives_the_float32_loss_within_rounding() -> 
     assert float(loss) == pytest.approx(float(expected), rel=2e-2)
     assert leaf.grad is not None
     assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_decoding_on_the_gpu_withstands_every_drafter(temperature: float) -> None:
+    target = FrozenTarget(build_tiny_model(), [0, 1], "cuda")
+    prompt = list(range(5, 30))
+    theirs = greedy_text(target, prompt, 40, [2])
+    for script, drafter in scripts(prompt + theirs, 4, 104, 2).items():
+        transcript = decode(target, drafter, prompt, DecodingOptions([2], 40, temperature))
+        assert 1 <= len(transcript.token_ids) <= 40
+        if temperature == 0:
+            assert find_divergence(target, Prompt(script, prompt), transcript, Transcript(theirs)) is None
+
+
+def test_the_real_drafter_decodes_under_autocast_on_the_gpu() -> None:
+    model = build_tiny_model().bfloat16()
+    target = FrozenTarget(model, [0, 1], "cuda")
+    options = DrafterOptions(block_size=4, num_layers=2, num_captured=2, target_layer_ids=[0, 1])
+    drafter = DFlashDrafter(drafter_config(options, model.config, 3)).cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        comparison = compare_decoding(
+            target,
+            BlockDrafter(drafter, target_ends(model)),
+            [Prompt("p", list(range(5, 30)))],
+            DecodingOptions([2], 20),
+            block_size=4,
+        )
+    assert comparison.acceptance_length is None or comparison.acceptance_length >= 1
 
 
 def test_smoke_trains_on_the_gpu(tmp_path: Path) -> None:

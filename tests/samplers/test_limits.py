@@ -64,9 +64,7 @@ def test_a_required_limit_that_is_no_positive_integer_is_refused_by_name(key: st
 @pytest.mark.parametrize("value", ["abc", 1e3, False, 0, -1])
 def test_an_optional_limit_is_a_positive_integer_or_null(key: str, value: object) -> None:
     assert getattr(limits(**{key: None}), key) is None
-    with pytest.raises(
-        ValueError, match=rf"^batch\.{key}=.*: expected .* 1 or more, or null for no bound"
-    ):
+    with pytest.raises(ValueError, match=rf"^batch\.{key}=.*: expected .* 1 or more, or null for no bound"):
         limits(**{key: value})
 
 
