@@ -123,7 +123,7 @@ def test_sampled_texts_are_evaluated_without_a_verdict_on_sameness(run: Path, tm
         (["run={run}", "num_prompts=0"], "num_prompts=0: expected a whole number of 1 or more"),
         (["run={run}", "max_new_tokens=none"], "max_new_tokens='none'"),
         (["run={run}", "block_size=9", "num_prompts=1"], "block_size=9: expected a whole number from 2 to 8"),
-        (["run={run}", "dtype=float99"], "dtype='float99' is unknown"),
+        (["run={run}", "dtype=float99"], "^dtype='float99' is unknown"),
         (["run={run}", "target=hf", "target.name={other}"], "was trained for another target than .*hidden_size 64 in"),
         (["run={run}/checkpoints/none.ckpt"], "found no checkpoint at"),
     ],

@@ -38,9 +38,13 @@ BEST_CHECKPOINT = "checkpoints/best.ckpt"
 
 
 def save_run_config(config: DictConfig, run_folder: Path) -> None:
-    """Write the whole configuration into the run folder; one that a resume changed is kept under another name."""
+    """Write the whole configuration into the run folder; one that a resume changed is kept under another name.
+
+    What depends on the place is settled: `cache_dir` becomes absolute, so that the run is found again from any folder.
+    """
     path = run_folder / RUN_CONFIG
-    text = OmegaConf.to_yaml(config, resolve=True)
+    settled = OmegaConf.merge(config, {"cache_dir": str(Path(config.cache_dir).absolute())})
+    text = OmegaConf.to_yaml(settled, resolve=True)
     if path.exists() and path.read_text(encoding="utf-8") != text:
         num_kept = len(list(run_folder.glob("config.before-resume-*.yaml")))
         path.rename(run_folder / f"config.before-resume-{num_kept + 1}.yaml")
@@ -109,6 +113,8 @@ def check_evaluation_options(config: DictConfig, run_config: DictConfig | None) 
                 mistakes.append(
                     f"run={config.run} is no run of dflash.train that could name its {key}: give {example}."
                 )
+    if config.template_kwargs and not config.prompts:
+        mistakes.append("template_kwargs is for prompts=<file>; the run's held-out samples are rendered already.")
     if config.prompts and not Path(config.prompts).is_file():
         mistakes.append(f"prompts={config.prompts}: no such file (working folder: {Path.cwd()}).")
     for key, least in (("num_prompts", 1), ("num_threads", 1), ("seed", 0)):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from dflash.decoding.comparison import Prompt
+    from dflash.data.tokens import TokenDataset
     from dflash.drafter.network import DFlashDrafter
 
 
@@ -42,8 +42,10 @@ def evaluate(config: DictConfig, out_folder: Path) -> None:
     import torch
     from tqdm import tqdm
 
-    from dflash.decoding.block_drafter import BlockDrafter
-    from dflash.decoding.comparison import compare_decoding
+    from dflash.data.prompts import left_out_text, prompts_of_file, prompts_of_samples, take_prompts
+    from dflash.decoding.block_drafter import BlockDrafter, check_block_size
+    from dflash.decoding.comparison import Prompt, compare_decoding
+    from dflash.decoding.speculative import max_prompt_tokens
     from dflash.decoding.transcript import DecodingOptions
     from dflash.drafter.checkpoint import check_target, load_drafter
     from dflash.memory import keep_freed_memory
@@ -64,32 +66,47 @@ def evaluate(config: DictConfig, out_folder: Path) -> None:
 
     # The drafter, and the target it was trained for.
     drafter = load_drafter(config.run, "run")
-    target_config = config.get("target") or (run_config.target if run_config else None)
-    assert target_config is not None, "check_evaluation_options asks for a target where there is no run"
-    target_options = instantiate(target_config)
+    block_size = check_block_size(config.block_size, drafter)
+    target_node = config.get("target") or (run_config.target if run_config else None)
+    assert target_node is not None, "check_evaluation_options asks for a target where there is no run"
+    target_options = instantiate(target_node)
+    dtype = resolve_dtype(config.dtype or target_options.dtype, device, key="dtype")
     cache_dir = config.cache_dir or (run_config.cache_dir if run_config else "outputs/cache")
-    check_target(drafter, load_config(target_options, cache_dir), f"run={config.run}", target_options.name)
+    target_config = load_config(target_options, cache_dir)
+    check_target(drafter, target_config, f"run={config.run}", target_options.name)
     tokenizer = load_tokenizer(target_options, cache_dir)
-    prompts = find_prompts(config, run_config, drafter, tokenizer, device, cache_dir)
-    dtype = resolve_dtype(config.dtype or target_options.dtype, device)
+
+    # Prompts that it has not seen.
+    if config.prompts:
+        template_kwargs = {**(run_config.data.template_kwargs if run_config else {}), **config.template_kwargs}
+        found = prompts_of_file(config.prompts, tokenizer, template_kwargs)
+    else:
+        assert run_config is not None, "check_evaluation_options asks for prompts where there is no run"
+        found = prompts_of_samples(held_out_samples(run_config, drafter, tokenizer, device, cache_dir))
+    longest = max_prompt_tokens(target_config, options.max_new_tokens)
+    taken, left_out = take_prompts(found, config.num_prompts, longest)
+    if left_out:
+        print(left_out_text(left_out), flush=True)
+    if not taken:
+        raise ValueError(f"prompts={config.prompts}: none of {config.prompts or config.run} can be decoded.")
     model = load_causal_lm(target_options, cache_dir, dtype, device)
 
     # The same prompts both ways.
     options = replace(options, stop_ids=tuple(end_of_turn_ids(model, tokenizer)))
-    block_drafter = BlockDrafter(drafter.to(device, dtype).eval(), target_ends(model), config.block_size)
+    block_drafter = BlockDrafter(drafter.to(device, dtype).eval(), target_ends(model), block_size)
     print(
-        f"{len(prompts)} prompts, at most {options.max_new_tokens} new tokens each, blocks of "
-        f"{block_drafter.block_size}, {dtype} on {device}, {torch.get_num_threads()} threads",
+        f"{len(taken)} prompts, at most {options.max_new_tokens} new tokens each, blocks of {block_size}, "
+        f"{dtype} on {device}, {torch.get_num_threads()} threads",
         flush=True,
     )
     target = FrozenTarget(model, drafter.target_layer_ids, device)
-    with tqdm(total=len(prompts), desc="decoding", unit="prompt", smoothing=0.1) as bar:
+    with tqdm(total=len(taken), desc="decoding", unit="prompt", smoothing=0.1) as bar:
         comparison = compare_decoding(
             target,
             block_drafter,
-            prompts,
+            [Prompt(*prompt) for prompt in taken],
             options,
-            block_size=block_drafter.block_size,
+            block_size=block_size,
             on_prompt=lambda outcome: bar.update(),
         )
 
@@ -99,7 +116,7 @@ def evaluate(config: DictConfig, out_folder: Path) -> None:
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
         "num_threads": torch.get_num_threads(),
-        "block_size": block_drafter.block_size,
+        "block_size": block_size,
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
         "seed": options.seed,
@@ -110,56 +127,34 @@ def evaluate(config: DictConfig, out_folder: Path) -> None:
     print(f"\n{evaluation_text(figures)}\n\n{out_folder / 'evaluate.json'}\n{out_folder / 'evaluate.png'}")
 
 
-def find_prompts(
-    config: DictConfig,
-    run_config: DictConfig | None,
+def held_out_samples(
+    run_config: DictConfig,
     drafter: "DFlashDrafter",
     tokenizer: "PreTrainedTokenizerBase",
     device: "torch.device",
     cache_dir: str,
-) -> "list[Prompt]":
-    """The prompts of the file `prompts`, or of the run's held-out samples, at most `num_prompts` of them.
-
-    Raises:
-        ValueError: there is none.
-    """
-    from dflash.data.prompts import prompts_of_file, prompts_of_samples
+) -> "TokenDataset":
+    """The validation samples of a run, as its training found them: from the cache, else made anew."""
     from dflash.data.stdlib_chat import with_answers
     from dflash.data.tokens import build_token_datasets
-    from dflash.decoding.comparison import Prompt
     from dflash.precision import resolve_dtype
     from dflash.target.loading import load_causal_lm
 
-    if config.prompts:
-        template_kwargs = dict(run_config.data.template_kwargs) if run_config else {}
-        found = list(prompts_of_file(config.prompts, tokenizer, {**template_kwargs, **config.template_kwargs}))
-    else:
-        assert run_config is not None, "check_evaluation_options asks for prompts where there is no run"
-        # As training found them: its answers are in the cache, under the dtype that it ran in.
-        target_options = instantiate(run_config.target)
-        dtype = resolve_dtype(target_options.dtype, device)
-        data = with_answers(
-            instantiate(run_config.data),
-            lambda: load_causal_lm(target_options, cache_dir, dtype, device),
-            tokenizer,
-            target_options.fingerprint(dtype),
-            instantiate(run_config.regenerate),
-            cache_dir,
-        )
-        vocab_size: int = drafter.config.vocab_size
-        _, samples = build_token_datasets(
-            data, tokenizer, vocab_size=vocab_size, mask_token_id=drafter.mask_token_id, cache_dir=cache_dir
-        )
-        found = prompts_of_samples(samples)
-    prompts = [Prompt(source, token_ids) for source, token_ids in found]
-    if not prompts:
-        raise ValueError(
-            f"prompts={config.prompts}: found nothing to decode from. Expected conversations with at least one turn "
-            "before the assistant's, or a run whose held-out samples have one."
-        )
-    if config.num_prompts is not None and len(prompts) > config.num_prompts:
-        print(f"The first {config.num_prompts} of {len(prompts)} prompts (num_prompts=null decodes all).", flush=True)
-    return prompts[: config.num_prompts]
+    target_options = instantiate(run_config.target)
+    dtype = resolve_dtype(target_options.dtype, device)  # which names the answers in the cache
+    data = with_answers(
+        instantiate(run_config.data),
+        lambda: load_causal_lm(target_options, cache_dir, dtype, device),
+        tokenizer,
+        target_options.fingerprint(dtype),
+        instantiate(run_config.regenerate),
+        cache_dir,
+    )
+    vocab_size: int = drafter.config.vocab_size
+    _, samples = build_token_datasets(
+        data, tokenizer, vocab_size=vocab_size, mask_token_id=drafter.mask_token_id, cache_dir=cache_dir
+    )
+    return samples
 
 
 if __name__ == "__main__":

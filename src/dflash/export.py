@@ -41,46 +41,53 @@ def export(config: DictConfig) -> None:
     if out.exists():
         raise ValueError(f"out={out} exists already. Name a folder that does not, so that nothing is overwritten.")
 
+    import shutil
+
     import torch
 
+    from dflash.decoding.check_export import compare_logits
     from dflash.drafter.checkpoint import check_target, load_drafter
     from dflash.drafter.published import read_published, write_published
-    from dflash.target.loading import load_causal_lm, load_config
+    from dflash.target.loading import load_causal_lm, load_config, servable_name
 
     drafter = load_drafter(config.run, "run")
-    target_name = "TARGET"
+    target_name, target_revision = "TARGET", None
     if target_config is not None:
-        target_options = instantiate(target_config)
-        target_name = target_options.name
+        target = instantiate(target_config)
         cache_dir = config.cache_dir or (run_config.cache_dir if run_config else "outputs/cache")
-        check_target(drafter, load_config(target_options, cache_dir), f"run={config.run}", target_name)
+        check_target(drafter, load_config(target, cache_dir), f"run={config.run}", target.name)
+        target_name, target_revision = servable_name(target, cache_dir), target.revision
+    # Loaded before anything is written: a target that can not be had must leave no export that looks checked.
+    model = load_causal_lm(target, cache_dir, torch.float32) if config.check else None
+
     dtype = getattr(torch, config.dtype)
     write_published(drafter, out, dtype)
     num_parameters = sum(p.numel() for p in drafter.parameters())
     print(f"{out}: {num_parameters:,} parameters in {config.dtype}, {len(drafter.state_dict())} tensors")
-
-    if config.check:
-        from dflash.decoding.check_export import compare_logits
-
-        model = load_causal_lm(target_options, cache_dir, torch.float32)
-        agreement = compare_logits(drafter, dtype, read_published(out, "out"), model)
+    if model is not None:
+        try:
+            agreement = compare_logits(drafter, dtype, read_published(out, "out"), model)
+        except ValueError:
+            shutil.rmtree(out)
+            raise
         print(
-            f"check: read back, the logits of {agreement.num_slots} slots behind {target_name} are the same to the "
+            f"check: read back, the logits of {agreement.num_slots} slots behind {target.name} are the same to the "
             f"bit; rounding to {config.dtype} moved {agreement.num_changed} of their most likely tokens"
         )
-    print(serving_commands(out, target_name, drafter.block_size))
+    print(serving_commands(out, target_name, target_revision, drafter.block_size))
 
 
-def serving_commands(out: Path, target_name: str, block_size: int) -> str:
+def serving_commands(out: Path, target_name: str, target_revision: str | None, block_size: int) -> str:
     """How to serve the target with the drafter; both servers read the layout as it is."""
     folder = out.resolve()
+    revision = f" --revision {target_revision}" if target_revision else ""
     return f"""
 vLLM:
-  vllm serve {target_name} --speculative-config \\
+  vllm serve {target_name}{revision} --speculative-config \\
     '{{"method": "dflash", "model": "{folder}", "num_speculative_tokens": {block_size - 1}}}'
 
 SGLang:
-  python -m sglang.launch_server --model-path {target_name} --speculative-algorithm DFLASH \\
+  python -m sglang.launch_server --model-path {target_name}{revision} --speculative-algorithm DFLASH \\
     --speculative-draft-model-path {folder}"""
 
 

@@ -15,8 +15,8 @@ def has_fast_bf16(device: torch.device | str) -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
 
 
-def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
-    """Dtype for `target.dtype`: `auto` is bfloat16 where `device` has it, else float32.
+def resolve_dtype(name: str, device: torch.device | str, key: str = "target.dtype") -> torch.dtype:
+    """Dtype for the config key `key`: `auto` is bfloat16 where `device` has it, else float32.
 
     Raises:
         ValueError: `name` is not one of auto, float32, float64, bfloat16, float16.
@@ -25,5 +25,5 @@ def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
         return torch.bfloat16 if has_fast_bf16(device) else torch.float32
     dtypes = {d: getattr(torch, d) for d in ("float32", "float64", "bfloat16", "float16")}
     if name not in dtypes:
-        raise ValueError(f"target.dtype={name!r} is unknown. Allowed: auto, {', '.join(dtypes)}.")
+        raise ValueError(f"{key}={name!r} is unknown. Allowed: auto, {', '.join(dtypes)}.")
     return dtypes[name]

@@ -63,11 +63,12 @@ def run(config: DictConfig, run_folder: Path) -> int:
     from dflash.callbacks.run_totals import RunTotals
     from dflash.callbacks.stop_and_save import RunInterruptedError
     from dflash.data.datamodule import DFlashDataModule
-    from dflash.data.prompts import prompts_of_samples
+    from dflash.data.prompts import prompts_of_samples, take_prompts
     from dflash.data.schedule import TrainingSchedule
     from dflash.data.stdlib_chat import with_answers
     from dflash.data.tokens import build_token_datasets, show_sample
     from dflash.decoding.comparison import Prompt
+    from dflash.decoding.speculative import max_prompt_tokens
     from dflash.drafter.checkpoint import find_checkpoint, init_drafter_from
     from dflash.drafter.config import drafter_config
     from dflash.drafter.network import DFlashDrafter
@@ -76,7 +77,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
     from dflash.precision import resolve_dtype
     from dflash.report.run_summary import RunSummary
     from dflash.target.frozen import FrozenTarget, resolve_mask_token_id
-    from dflash.target.loading import end_of_turn_ids, load_causal_lm, load_config, load_tokenizer
+    from dflash.target.loading import load_causal_lm, load_config, load_tokenizer
     from dflash.training.lightning_module import DFlashModule
 
     keep_freed_memory()
@@ -150,8 +151,10 @@ def run(config: DictConfig, run_folder: Path) -> int:
         walk_blocks_per_doc=limits.anchors_per_sample,
     )
     if "decoding" in callbacks:
-        prompts = [Prompt(*pair) for pair in prompts_of_samples(val_samples, callbacks["decoding"].num_prompts)]
-        callbacks["decoding"].use(placement.target, prompts, end_of_turn_ids(target_model(), tokenizer))
+        decoding = callbacks["decoding"]
+        longest = max_prompt_tokens(target_config, decoding.options.max_new_tokens)
+        prompts, _ = take_prompts(prompts_of_samples(val_samples), decoding.num_prompts, longest)
+        decoding.use(placement.target, [Prompt(*prompt) for prompt in prompts], tokenizer)
     trainer = build_trainer(config, run_folder, max_steps, device, list(callbacks.values()), resume_checkpoint)
 
     summary = RunSummary(run_folder)

@@ -1,5 +1,8 @@
 """The drafter's cached blocks against its training forward, and decoding against the walk."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,6 +37,28 @@ def test_a_block_behind_cached_pieces_is_the_block_behind_the_whole_context(piec
     # In training the context goes on behind the anchor, and must not be seen.
     states = drafter(hidden, ends.embed(block), torch.tensor([sum(pieces)]), torch.tensor([0]))
     torch.testing.assert_close(cached.logits(3), ends.logits(states[0, 1:]))
+
+
+def test_only_the_drafters_forwards_run_in_its_precision() -> None:
+    """Training runs the target outside autocast, and the drafter has learned from such states."""
+    target = FrozenTarget(random_model(LlamaConfig(**GROUPED)), [0, 2])
+    drafter = fitted_drafter(target, list(range(3, 40)), 4)
+    entered = 0
+
+    def refuse(*_: object) -> None:
+        pytest.fail("the target ran in the drafter's precision")
+
+    @contextmanager
+    def precision() -> Iterator[None]:
+        nonlocal entered
+        entered += 1
+        handle = target.model.register_forward_pre_hook(refuse)
+        yield
+        handle.remove()
+
+    block_drafter = BlockDrafter(drafter, target_ends(target.model), precision=precision)
+    transcript = decode(target, block_drafter, [5, 6, 7], DecodingOptions([96], 9))
+    assert entered == 2 * transcript.num_rounds
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 0, True, 2.5])

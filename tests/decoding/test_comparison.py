@@ -51,9 +51,10 @@ def test_figures_are_sums_over_sums() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gap", "word", "lossless"), [(0.0, "near-tie", True), (9e-5, "near-tie", True), (1.1e-4, "no", False)]
+    ("gap", "word", "lossless"),
+    [(0.0, "near-tie", True), (9e-5, "near-tie", True), (1.1e-4, "no", False), (None, "no", False)],
 )
-def test_only_a_near_tie_leaves_a_parted_text_lossless(gap: float, word: str, lossless: bool) -> None:
+def test_only_a_near_tie_leaves_a_parted_text_lossless(gap: float | None, word: str, lossless: bool) -> None:
     parted = outcome([2], [1], prompt_tokens=5, divergence=Divergence(1, gap))
     figures = Comparison([outcome([2], [1], prompt_tokens=5), parted], block_size=2, greedy=True).figures()
     assert figures["lossless"] is lossless
@@ -66,20 +67,24 @@ def target() -> FrozenTarget:
     return FrozenTarget(random_model(LlamaConfig(**GROUPED)), [0])
 
 
-def test_a_divergence_is_found_with_the_gap_of_the_targets_two_best_logits(target: FrozenTarget) -> None:
+def test_a_divergence_is_found_with_how_far_the_target_prefers_one_of_the_tokens(target: FrozenTarget) -> None:
     prompt = Prompt("p", [4, 9, 30])
     text = greedy_text(target, prompt.token_ids, 12, [96])
     wrong = [*text[:7], (text[7] + 1) % 97, *text[8:]]
     assert find_divergence(target, prompt, Transcript(text), Transcript(text)) is None
     found = find_divergence(target, prompt, Transcript(wrong), Transcript(text))
     logits = target.model(torch.tensor([prompt.token_ids + text[:7]])).logits[0, -1]
-    best, second = logits.topk(2).values.tolist()
     assert found is not None
     assert found.index == 7
-    assert found.gap == pytest.approx(best - second, rel=1e-4)
+    assert found.gap == pytest.approx(float(logits.max() - logits[wrong[7]]), rel=1e-4)
+
+
+def test_a_text_that_is_the_beginning_of_the_other_is_no_near_tie(target: FrozenTarget) -> None:
+    prompt = Prompt("p", [4, 9, 30])
+    text = greedy_text(target, prompt.token_ids, 12, [96])
     shorter = find_divergence(target, prompt, Transcript(text[:5]), Transcript(text))
-    assert shorter is not None
-    assert shorter.index == 5
+    assert shorter == Divergence(5, None)
+    assert not shorter.is_near_tie
 
 
 def test_both_ways_decode_the_same_prompts_in_turns(target: FrozenTarget) -> None:

@@ -38,7 +38,10 @@ def test_only_two_to_max_rows_are_laid_out_anew(num_rows: int, is_taken: bool) -
     rows, weight = torch.randn(num_rows, 300), torch.randn(50, 300)
     with TransposedFewRows(4):
         found = F.linear(rows, weight)
-    assert torch.equal(found, (weight @ rows.T).T if is_taken else F.linear(rows, weight))
+    usual, transposed = F.linear(rows, weight), (weight @ rows.T).T
+    if num_rows > 1:
+        assert not torch.equal(usual, transposed), "else the next line tells nothing"
+    assert torch.equal(found, transposed if is_taken else usual)
 
 
 def test_the_layout_is_chosen_by_measuring_and_is_ready_to_use() -> None:

@@ -80,7 +80,7 @@ def test_one_round_gives_every_token_its_chance_also_where_drafter_and_target_ex
     p = torch.tensor([[0.0, 0.3, 0.6, 0.1], [0.25, 0.25, 0.25, 0.25], [0.7, 0.0, 0.0, 0.3]]).double()
     generator = torch.Generator().manual_seed(0)
     num_rounds = 20_000
-    first, second_after_accept = torch.zeros(4).double(), torch.zeros(4).double()
+    first, second_after_accept, bonus = (torch.zeros(4).double() for _ in range(3))
     num_two = 0
     for _ in range(num_rounds):
         drafted = torch.multinomial(q, 1, generator=generator)[:, 0]
@@ -89,8 +89,11 @@ def test_one_round_gives_every_token_its_chance_also_where_drafter_and_target_ex
         if len(tokens) > 1:
             num_two += 1
             second_after_accept[tokens[1]] += 1
+        if len(tokens) > 2:
+            bonus[tokens[2]] += 1
     assert chi_square_p_value(first, p[0] * num_rounds) > LEAST_P_VALUE
     assert chi_square_p_value(second_after_accept, p[1] * num_two) > LEAST_P_VALUE
+    assert chi_square_p_value(bonus, p[2] * bonus.sum()) > LEAST_P_VALUE
     # A draft is accepted with chance sum min(p, q) = 0.3: Leviathan et al., corollary 3.6.
     assert abs(num_two / num_rounds - 0.3) < 0.02
 

@@ -44,17 +44,16 @@ def test_an_export_holds_the_published_tensors_and_fields_and_nothing_else(folde
     expected = {"fc.weight", "hidden_norm.weight", "norm.weight"} | {f"layers.{i}.{n}" for i in (0, 1) for n in layer}
     assert set(load_file(folder / "model.safetensors")) == expected
     config = json.loads((folder / "config.json").read_text())
-    assert {name: config[name] for name in (
-        "architectures", "model_type", "block_size", "num_target_layers", "dflash_config", "layer_types", "rope_theta",
-        "rope_scaling", "rope_parameters", "num_hidden_layers", "hidden_size", "vocab_size", "head_dim",
-        "num_attention_heads", "num_key_value_heads", "intermediate_size", "tie_word_embeddings", "dtype",
-    )} == {
+    assert config == {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 4, "num_target_layers": 4,
         "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]},
         "layer_types": ["full_attention", "full_attention"], "rope_theta": 1_000_000.0, "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "num_hidden_layers": 2,
         "hidden_size": 32, "vocab_size": 97, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 48, "tie_word_embeddings": False, "dtype": "float32",
+        "intermediate_size": 48, "tie_word_embeddings": False, "dtype": "float32", "torch_dtype": "float32",
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
+        "initializer_range": 0.02, "max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": None,
+        "use_sliding_window": False, "use_cache": True, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     # transformers, which servers read it with, understands it the same way.
     theirs = Qwen3Config.from_pretrained(folder)
@@ -120,7 +119,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         "does not say what the weights were trained with",
     ),
     "no RoPE base": (change_config(rope_theta="REMOVED", rope_parameters="REMOVED"), "rope_theta=None"),
-    "scaled RoPE": (change_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), r"scaled \(default, yarn\)"),
+    "scaled RoPE": (change_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "only rope_type=default"),
+    "old scaled RoPE": (change_config(rope_scaling={"type": "linear", "factor": 2.0}), "only rope_type=default"),
+    "partial RoPE": (
+        change_config(rope_parameters={"rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor",
+    ),
+    "scaling as a word": (change_config(rope_scaling="yarn"), "rope_scaling='yarn', expected null"),
+    "no eps": (change_config(rms_norm_eps="REMOVED"), "rms_norm_eps=None"),
+    "another eps": (change_config(rms_norm_eps=1e-5), "does not say what the weights were trained with"),
+    "eps as text": (change_config(rms_norm_eps="1e-6"), "rms_norm_eps='1e-6'"),
+    "causal blocks": (change_config(dflash_config={**DFLASH, "causal": True}), r"dflash_config has \{'causal': True\}"),
+    "heads that do not divide": (change_config(num_key_value_heads=3), "no multiple of num_key_value_heads=3"),
+    "layer types of lists": (change_config(layer_types=[["x"], ["y"]]), "sliding layers"),
+    "dropout as text": (change_config(attention_dropout="none"), "attention_dropout"),
     "layer id out of range": (
         change_config(dflash_config={**DFLASH, "target_layer_ids": [0, 4]}),
         r"target_layer_ids=\[0, 4\], expected distinct layers of a target with num_target_layers=4",
@@ -183,6 +195,17 @@ def test_a_published_config_without_rope_parameters_is_read(folder: Path) -> Non
     assert read_published(folder, "run").config.rope_parameters["rope_theta"] == 1_000_000.0
 
 
+def test_an_integer_base_and_harmless_extras_are_read(folder: Path) -> None:
+    """A tool may have written the same values in another way; servers' own switches that are off change nothing."""
+    change_config(
+        rope_theta=1_000_000, rope_parameters="REMOVED", auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+        dflash_config={**DFLASH, "causal": False, "block_size": 4},
+    )(folder)  # fmt: skip
+    (folder / "model.safetensors").unlink()
+    save_file(make_drafter().state_dict(), folder / "model.safetensors")  # without this package's seal
+    assert read_published(folder, "run").config.rope_parameters["rope_theta"] == 1_000_000.0
+
+
 def test_nothing_is_overwritten_and_nothing_half_written_stays(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="exists already"):
         write_published(make_drafter(), folder, torch.float32)
@@ -209,7 +232,7 @@ def test_another_block_size_may_start_from_an_export(folder: Path) -> None:
         ({"target_layer_ids": [0, 3]}, r"target_layer_ids=\[0, 2\] there, \[0, 3\] here"),
         ({"num_layers": 3}, r"layers\.2\..* is missing"),
         ({"intermediate_size": 64}, r"mlp\..* has shape \(48, 32\) instead of \(64, 32\)"),
-        ({"num_attention_heads": 8, "head_dim": 4, "num_key_value_heads": 4}, "num_attention_heads=4 there, 8 here"),
+        ({"num_attention_heads": 8}, r"q_proj\.weight has shape \(32, 32\) instead of \(64, 32\)"),
     ],
 )
 def test_another_kind_of_drafter_is_refused_as_a_start(folder: Path, options: dict[str, Any], reason: str) -> None:

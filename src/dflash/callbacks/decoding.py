@@ -1,9 +1,13 @@
 """Real decoding of a few held-out prompts while training goes on."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from transformers import PreTrainedTokenizerBase
 
 from dflash import metric_names
 from dflash.batch import Batch
@@ -13,6 +17,8 @@ from dflash.decoding.block_drafter import BlockDrafter
 from dflash.decoding.comparison import Prompt, compare_decoding
 from dflash.decoding.transcript import DecodingOptions
 from dflash.target.frozen import FrozenTarget
+from dflash.target.loading import end_of_turn_ids
+from dflash.target.sequence import TargetSequence
 from dflash.training.lightning_module import DFlashModule
 
 
@@ -37,30 +43,42 @@ class Decoding(Callback):
         self.target: FrozenTarget | None = None
         self.prompts: Sequence[Prompt] = ()
 
-    def use(self, target: FrozenTarget, prompts: Sequence[Prompt], stop_ids: Sequence[int]) -> None:
-        """Set what exists only once the run has loaded its target and its data."""
+    def use(
+        self,
+        target: FrozenTarget,
+        prompts: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        """Set what exists only once the run has loaded its target and its data.
+
+        Where nothing can be decoded, `report` is told why, and training goes on without.
+        """
+        try:
+            self.options = replace(self.options, stop_ids=tuple(end_of_turn_ids(target.model, tokenizer)))
+            if not prompts:
+                raise ValueError("no held-out sample has a prompt that can be decoded.")
+            TargetSequence(target).prefill(torch.tensor(prompts[0].token_ids[:1], device=target.device))
+        except ValueError as error:
+            report(f"callbacks.decoding measures nothing in this run: {error}")
+            return
         self.target, self.prompts = target, prompts
-        self.options = DecodingOptions(tuple(stop_ids), self.options.max_new_tokens)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Decode when it is time."""
         is_due = completes_step(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0
-        if not is_due or not self.prompts or not trainer.is_global_zero:
+        if self.target is None or not is_due or not trainer.is_global_zero:
             return
         assert isinstance(pl_module, DFlashModule)
-        assert self.target is not None, "train.py calls use()"
-        drafter = BlockDrafter(pl_module.drafter, pl_module.ends)
-        was_training = pl_module.training
-        pl_module.eval()
-        with trainer.precision_plugin.forward_context():
-            comparison = compare_decoding(
-                self.target, drafter, self.prompts, self.options, block_size=drafter.block_size
-            )
-        pl_module.train(was_training)
+        start = time.perf_counter()
+        precision = trainer.precision_plugin.forward_context
+        drafter = BlockDrafter(pl_module.drafter, pl_module.ends, precision=precision)
+        comparison = compare_decoding(self.target, drafter, self.prompts, self.options, block_size=drafter.block_size)
         metrics = {
             metric_names.DECODE_ACCEPTANCE_LENGTH: comparison.acceptance_length,
             metric_names.DECODE_SPEEDUP: comparison.speedup,
         }
         log_metrics(trainer, pl_module, {name: value for name, value in metrics.items() if value is not None})
+        pl_module.decoding_seconds += time.perf_counter() - start

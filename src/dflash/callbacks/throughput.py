@@ -11,10 +11,11 @@ from dflash import metric_names
 from dflash.batch import Batch
 from dflash.callbacks.interval import completes_interval, completes_step, log_metrics, sum_over_ranks
 from dflash.checks import check_integer
+from dflash.training.lightning_module import DFlashModule
 
 
 class Throughput(Callback):
-    """`throughput/*` per second of training; time spent in validation does not count, time for checkpoints does.
+    """`throughput/*` per second of training; time for validation and decoding does not count, for checkpoints it does.
 
     Args:
         window_steps: the logged rates are over so many latest optimizer steps.
@@ -51,7 +52,9 @@ class Throughput(Callback):
         self.steps_here += 1
         if self.steps_here < self.warmup_steps:
             return
-        mark = (time.perf_counter() - self._seconds_validating, self.counts.clone())
+        assert isinstance(pl_module, DFlashModule)
+        seconds = time.perf_counter() - self._seconds_validating - pl_module.decoding_seconds
+        mark = (seconds, self.counts.clone())
         self.start = self.start or mark
         self.marks.append(mark)
         if completes_interval(trainer) and len(self.marks) > 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dflash.decoding.few_rows import fastest_layout
+from dflash.decoding.few_rows import TransposedFewRows, fastest_layout
 from dflash.decoding.speculative import Drafting, decode
 from dflash.decoding.transcript import DecodingOptions, Transcript
 from dflash.metric_names import length_bucket, length_range
@@ -34,12 +34,12 @@ class Divergence:
     """Where the two texts part."""
 
     index: int  # of the first new token that differs
-    gap: float  # between the target's two best logits there
+    gap: float | None  # of the target's logits: the best less the lower of the two tokens'; None where one text ends
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding explains it."""
-        return self.gap <= NEAR_TIE
+        """Whether rounding explains it: both tokens are as good as the target's best."""
+        return self.gap is not None and self.gap <= NEAR_TIE
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,14 @@ class Comparison:
         outcomes: one or more.
         block_size: slots of a block at decoding.
         greedy: whether texts can be compared token by token.
+        transposed_products: whether products of few rows were laid out anew, see `few_rows`.
     """
 
-    def __init__(self, outcomes: Sequence[PromptOutcome], block_size: int, greedy: bool) -> None:
+    def __init__(
+        self, outcomes: Sequence[PromptOutcome], block_size: int, greedy: bool, transposed_products: bool = False
+    ) -> None:
         self.outcomes = list(outcomes)
+        self.transposed_products = transposed_products
         self.block_size = block_size
         self.greedy = greedy
 
@@ -111,9 +115,9 @@ class Comparison:
         return all(o.divergence is None or o.divergence.is_near_tie for o in self.outcomes) if self.greedy else None
 
     def acceptance_by_slot(self) -> list[float]:
-        """Share of rounds in which the drafts of slots 1..k were all accepted, for k = 1..K-1."""
+        """Share of rounds in which the drafts of slots 1..k were all accepted, for k = 1..K-1; empty without rounds."""
         matched = [m for o in self.outcomes for m in o.speculative.matched]
-        return [sum(m >= k for m in matched) / len(matched) if matched else 0.0 for k in range(1, self.block_size)]
+        return [sum(m >= k for m in matched) / len(matched) for k in range(1, self.block_size)] if matched else []
 
     def histogram(self) -> list[int]:
         """How many rounds emitted 1, 2, .. K tokens."""
@@ -128,6 +132,7 @@ class Comparison:
         parts = {b: Comparison(buckets[b], self.block_size, self.greedy) for b in sorted(buckets)}
         return {
             **self._totals(),
+            "transposed_products": self.transposed_products,
             "by_length": {length_range(bucket): part._totals() for bucket, part in parts.items()},
             "by_prompt": [self._prompt_figures(outcome) for outcome in self.outcomes],
         }
@@ -208,22 +213,28 @@ def compare_decoding(
         outcome = PromptOutcome(prompt, speculative, plain, divergence)
         outcomes.append(outcome)
         on_prompt(outcome)
-    return Comparison(outcomes, block_size, greedy=options.temperature == 0)
+    return Comparison(
+        outcomes,
+        block_size,
+        greedy=options.temperature == 0,
+        transposed_products=isinstance(layout, TransposedFewRows),
+    )
 
 
 def find_divergence(
     target: FrozenTarget, prompt: Prompt, speculative: Transcript, plain: Transcript
 ) -> Divergence | None:
-    """Where two greedy texts part, and how near the target's two best logits are there; None if they are the same."""
+    """Where two greedy texts part, and how far the target prefers one of the two tokens; None if they are the same."""
     ours, theirs = speculative.token_ids, plain.token_ids
     if ours == theirs:
         return None
-    pairs = zip(ours, theirs, strict=False)
-    index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    index = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+    if index is None:  # one is the beginning of the other: a stop or a limit, which no rounding moves
+        return Divergence(min(len(ours), len(theirs)), None)
     context = torch.tensor(prompt.token_ids + theirs[:index], device=target.device)
     logits, _ = TargetSequence(target, captures=False).prefill(context)
-    best, second = logits[-1].float().topk(2).values.tolist()
-    return Divergence(index, best - second)
+    last = logits[-1].double()
+    return Divergence(index, float(last.max() - last[[ours[index], theirs[index]]].min()))
 
 
 def _rate(transcripts: Sequence[Transcript]) -> float | None:

@@ -36,7 +36,7 @@ class TransposedFewRows(TorchFunctionMode):
 
 def _transposed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     product = (weight @ rows.reshape(-1, rows.shape[-1]).T).T.contiguous().view(*rows.shape[:-1], -1)
-    return product if bias is None else product + bias
+    return product if bias is None else product + bias.to(product.dtype)  # as F.linear under autocast
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def fastest_layout(head: Tensor, num_rows: int) -> AbstractContextManager[Any]:
     """
     if head.device.type != "cpu":
         return nullcontext()
-    rows = torch.randn(num_rows, head.shape[1]).to(head.dtype)
+    rows = torch.ones(num_rows, head.shape[1], dtype=head.dtype)  # no random numbers: training may be going on
     usual, transposed = [], []
     for _ in range(_TRIALS):
         usual.append(_seconds(F.linear, rows, head))

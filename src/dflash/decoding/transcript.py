@@ -18,7 +18,6 @@ class DecodingOptions:
         max_new_tokens: limit of the text, the stop token included.
         temperature: 0 = greedy; above 0 the target's own distribution softmax(logits / temperature) is sampled.
         seed: of sampling.
-        block_size: slots of a block, the anchor's included; None takes the drafter's, which is the most it can be.
 
     Raises:
         ValueError: a value out of range.
@@ -28,7 +27,6 @@ class DecodingOptions:
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
-    block_size: int | None = None
 
     def __post_init__(self) -> None:
         check_integer("max_new_tokens", self.max_new_tokens, 1)

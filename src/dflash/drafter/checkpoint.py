@@ -121,5 +121,5 @@ def _meaning(drafter: DFlashDrafter) -> dict[str, Any]:
         "num_target_layers": config.num_target_layers,
         "mask_token_id": drafter.mask_token_id,
         "vocab_size": config.vocab_size,
-        "num_attention_heads": config.num_attention_heads,
+        "rms_norm_eps": config.rms_norm_eps,
     }

@@ -47,7 +47,7 @@ def write_published(drafter: DFlashDrafter, folder: Path, dtype: torch.dtype) ->
     try:
         partial.chmod(0o755)  # mkdtemp's folders are closed to others, servers often run as another user
         (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(weights, partial / WEIGHTS_NAME, {"format": "pt", SEAL: seal(config)})
+        save_file(weights, partial / WEIGHTS_NAME, {"format": "pt", SEAL: json.dumps(seal(config))})
         os.replace(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -138,7 +138,7 @@ def _read_weights(folder: Path, config: dict[str, Any], where: str) -> dict[str,
                 new = {name: tensors.get_tensor(name) for name in names}
         except SafetensorError as error:
             raise ValueError(f"{where}: {file.name} is damaged: {error}.") from error
-        if sealed is not None and sealed != seal(config):
+        if sealed is not None and json.loads(sealed) != seal(config):
             raise ValueError(
                 f"{where}: {CONFIG_NAME} does not say what the weights were trained with. It says {seal(config)}, "
                 f"{file.name} says {sealed}. Export the drafter again."

@@ -66,11 +66,14 @@ def _lossless(figures: dict[str, Any]) -> str:
         return "not compared: sampled texts differ, their distribution is the target's"
     parted = [row for row in figures["by_prompt"] if row["divergence"]]
     same = f"{figures['prompts'] - len(parted)} of {figures['prompts']} texts are the target's own, token for token"
-    return "\n".join(
-        [f"{'yes' if figures['lossless'] else 'NO'}: {same}"]
-        + [
-            f"  {row['source']}: parts at new token {row['divergence']['index']}, where the target's two best logits "
-            f"lie {row['divergence']['gap']:.1e} apart ({row['lossless']})"
-            for row in parted
-        ]
-    )
+    lines = [f"{'yes' if figures['lossless'] else 'NO'}: {same}"]
+    for row in parted:
+        gap = row["divergence"]["gap"]
+        where = "one text ends" if gap is None else f"where one token's logit lies {gap:.1e} below the target's best"
+        lines.append(f"  {row['source']}: parts at new token {row['divergence']['index']}, {where} ({row['lossless']})")
+    if parted and figures["dtype"] != "float32":
+        lines.append(
+            f"  In {figures['dtype']} a forward of one token and one of several round apart, so that texts may part at "
+            "larger gaps: dtype=float32 tells that from a fault."
+        )
+    return "\n".join(lines)

@@ -138,6 +138,14 @@ def end_of_turn_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     return ends
 
 
+def servable_name(options: TargetOptions, cache_dir: str | Path) -> str:
+    """What a server is told to load: the hub name or folder, or the folder with the unpacked weights.
+
+    The tiny target lies nowhere: its label stands for where a user would save it.
+    """
+    return options.name if options.source == "tiny" else str(_pretrained_folder(options, cache_dir))
+
+
 def _pretrained_folder(options: TargetOptions, cache_dir: str | Path) -> str:
     """What `from_pretrained` takes: the hub name or folder itself, or the folder a GGUF file was unpacked into."""
     return options.name if options.source == "hub" else str(_unpack_gguf(options, Path(cache_dir)))

@@ -15,9 +15,6 @@ class TargetSequence:
     Args:
         target: the model, with the layers to capture.
         captures: whether forwards return hidden states; plain decoding needs none.
-
-    Raises:
-        ValueError: the target keeps a state that can not be shortened again (a static cache of a hybrid model, say).
     """
 
     def __init__(self, target: FrozenTarget, *, captures: bool = True) -> None:
@@ -37,6 +34,9 @@ class TargetSequence:
 
         Returns:
             logits after its last token, [1, V], and captured states [1, S, L * H].
+
+        Raises:
+            ValueError: the target keeps a state that can not be shortened again.
         """
         read = self._forward(token_ids, logits_to_keep=1)
         # From here on pieces are taken back: caches that keep a window or a state must remember what went before.

@@ -34,6 +34,7 @@ class DFlashModule(LightningModule):
     Attributes:
         gradient_norm: of the latest optimizer step, before clipping.
         num_empty_steps: optimizer steps so far that had no supervised slot at all and changed nothing.
+        decoding_seconds: spent so far by the decoding callback, which is no training.
         latest_metrics: the latest value of everything that callbacks have logged.
         validation_totals: [4, buckets] of the latest validation, rows loss sum, weight sum, tokens, rounds.
     """
@@ -63,6 +64,7 @@ class DFlashModule(LightningModule):
         self.walk_blocks_per_doc = walk_blocks_per_doc
         self.gradient_norm = 0.0
         self.num_empty_steps = 0
+        self.decoding_seconds = 0.0
         self.latest_metrics: dict[str, float] = {}
         self.validation_totals = torch.zeros(4, NUM_LENGTH_BUCKETS, dtype=torch.float64)
         self._step_weight_sum = torch.zeros((), dtype=torch.float64)
