@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash.batch import Batch
+from dflash.placement.state_cache import StateCache
 from dflash.target.ends import TargetEnds, target_ends
 from dflash.target.frozen import FrozenTarget
 
@@ -15,31 +16,43 @@ class InlinePlacement:
 
     Args:
         target: on the drafter's device.
+        cache_gib: main memory for the states of samples that have been seen, see `StateCache`; 0 keeps none.
+
+    Raises:
+        ValueError: a negative size.
 
     Attributes:
         ends: the target's embedding and LM head, on the drafter's device.
     """
 
-    def __init__(self, target: FrozenTarget) -> None:
+    def __init__(self, target: FrozenTarget, cache_gib: float = 0.0) -> None:
+        if isinstance(cache_gib, bool) or not isinstance(cache_gib, int | float) or not cache_gib >= 0:
+            raise ValueError(f"placement.cache_gib={cache_gib!r}: expected a number of GiB, 0 or more.")
         self.target = target
+        self.cache_bytes = int(cache_gib * 2**30)
         self.ends: TargetEnds = target_ends(target.model)
 
     def feed(self, loader: Iterable[Batch]) -> "FedLoader":
         """The loader's batches in its order, each with the target's hidden states."""
-        return FedLoader(loader, self.target)
+        # Each loader has its own cache: training and validation both count their samples from 0.
+        return FedLoader(loader, self.target, StateCache(self.cache_bytes))
 
 
 @dataclass(frozen=True)
 class FedLoader:
-    """A loader whose batches pass through the target."""
+    """A loader whose batches pass through the target, or get the states that it gave before."""
 
     loader: Iterable[Batch]
     target: FrozenTarget
+    cache: StateCache
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.loader:
             fed = batch.to(self.target.device)
-            fed.hidden = self.target.hidden_states(fed.input_ids)
+            fed.hidden = self.cache.find(fed)
+            if fed.hidden is None:
+                fed.hidden = self.target.hidden_states(fed.input_ids)
+                self.cache.keep(fed)
             yield fed
 
     def __len__(self) -> int:
