@@ -86,6 +86,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
     target, data = instantiate(config.target), instantiate(config.data)
     sampler, limits = instantiate(config.sampler), instantiate(config.batch)
     drafter_options, objective = instantiate(config.drafter), instantiate(config.objective)
+    spikes = instantiate(config.spikes)
     callbacks = {name: instantiate(callback) for name, callback in config.callbacks.items() if callback}
     callbacks["totals"] = totals = RunTotals()
     resume_checkpoint = find_checkpoint(config.resume_from, "resume_from") if config.resume_from else None
@@ -148,6 +149,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
         instantiate(config.optimizer.optimizer),
         warmup_fraction=config.optimizer.warmup_fraction,
         max_steps=max_steps,
+        spikes=spikes,
         walk_blocks_per_doc=limits.anchors_per_sample,
     )
     if "decoding" in callbacks:
@@ -182,6 +184,8 @@ def run(config: DictConfig, run_folder: Path) -> int:
             epochs=schedule.fractional_epoch(trainer.global_step),
             num_empty_steps=module.num_empty_steps,
             throughput=throughput,
+            spikes=callbacks["spikes"].counts if "spikes" in callbacks else None,
+            loss_variance_explained_by_length=callbacks["spikes"].lengths.share if "spikes" in callbacks else None,
             interrupted_by=str(interrupted) if interrupted else None,
         )
     )

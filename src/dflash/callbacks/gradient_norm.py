@@ -1,5 +1,6 @@
 """The norm of the gradient, before clipping."""
 
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from dflash.training.objective import BlockOutcome
 
 
 class GradientNorm(IntervalCallback):
-    """`grad/norm`: mean over the optimizer steps of the interval. The module measures it; this only reads."""
+    """`grad/norm`: mean over the interval's optimizer steps with a finite norm. The module measures, this reads."""
 
     num_sums = 2
 
@@ -22,9 +23,10 @@ class GradientNorm(IntervalCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Read the norm of the step that has just been completed."""
-        if completes_step(trainer, batch_idx):
-            assert isinstance(pl_module, DFlashModule)
-            self.sums += torch.tensor([pl_module.gradient_norm, 1.0], dtype=torch.float64)
+        assert isinstance(pl_module, DFlashModule)
+        step = pl_module.step
+        if completes_step(trainer, batch_idx) and step is not None and math.isfinite(step.gradient.value):
+            self.sums += torch.tensor([step.gradient.value, 1.0], dtype=torch.float64)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def measure(self, trainer: Trainer, batch: Batch, outcome: BlockOutcome | None) -> Tensor:
@@ -33,4 +35,4 @@ class GradientNorm(IntervalCallback):
 
     def metrics(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
         """The mean; ranks hold the same norm, so summing over them changes nothing."""
-        return {metric_names.GRAD_NORM: sums[0] / sums[1]}
+        return {metric_names.GRAD_NORM: sums[0] / sums[1]} if sums[1] else {}

@@ -40,6 +40,8 @@ class RunSummary:
         epochs: float,
         num_empty_steps: int,
         throughput: Mapping[str, float] | None,
+        spikes: Mapping[str, int] | None,
+        loss_variance_explained_by_length: float | None,
         interrupted_by: str | None,
     ) -> str:
         """Write `summary.json` and return the text for the screen.
@@ -51,6 +53,8 @@ class RunSummary:
             epochs: epochs done.
             num_empty_steps: optimizer steps that had nothing to learn from.
             throughput: rates since the warm-up steps of this process; None where it was too short.
+            spikes: counts over the whole run; None where nobody looked.
+            loss_variance_explained_by_length: share in 0..1 of the step loss's ups and downs.
             interrupted_by: the signal that ended the run early, if one did.
         """
         padded_tokens = totals["padded_tokens"]
@@ -71,6 +75,8 @@ class RunSummary:
             "steps_without_anchor": num_empty_steps,
             "padding_ratio": (padded_tokens - totals["real_tokens"]) / padded_tokens if padded_tokens else None,
             "throughput": dict(throughput) if throughput else None,
+            "spikes": dict(spikes) if spikes is not None else None,
+            "loss_variance_explained_by_length": loss_variance_explained_by_length,
             "train": {
                 "loss": _number(metrics, metric_names.TRAIN_LOSS),
                 "acceptance_length": _number(metrics, metric_names.TRAIN_ACCEPTANCE_LENGTH),
@@ -111,6 +117,13 @@ class RunSummary:
         ):
             if content[key]:
                 lines.append((label, f"{content[key]:,}"))
+        if spikes := content["spikes"]:
+            text = f"gradient {spikes['gradient']}, loss {spikes['loss']}"
+            text += f", steps skipped {spikes['skipped_steps']}" if spikes["skipped_steps"] else ""
+            text += f"  (who was in them: {self.path.parent / 'spikes.jsonl'})" if any(spikes.values()) else ""
+            lines.append(("spikes", text))
+        share = content["loss_variance_explained_by_length"]
+        lines.append(("loss explained by length", _format(share, "{:.0%} of its changes from step to step")))
         lines.append(("train loss", _format(content["train"]["loss"], "{:.3f}  (last interval)")))
         lines.append(("validation loss", _format(trained.get("loss"), "{:.3f}")))
         lines.append(("held-out acceptance length", _format(trained.get("acceptance_length"), "{:.3f}")))

@@ -1,6 +1,8 @@
 """The Lightning module: one drafter, trained against a frozen target's ends."""
 
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +18,17 @@ from dflash.drafter.network import DFlashDrafter
 from dflash.target.ends import TargetEnds
 from dflash.training.by_length import NUM_LENGTH_BUCKETS, bucket_of_samples, loss_by_length
 from dflash.training.objective import BlockOutcome, CrossEntropyObjective, block_labels, block_token_ids
+from dflash.training.spikes import Judgement, SpikeDetector, SpikeOptions
 from dflash.training.walk import walk_batch
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What one optimizer step came to, over all of its micro-batches and ranks."""
+
+    loss: Judgement  # sum(w * CE) / sum(w)
+    gradient: Judgement  # norm, before clipping
+    is_skipped: bool  # the gradient was a spike that may not move the weights
 
 
 class DFlashModule(LightningModule):
@@ -29,10 +41,11 @@ class DFlashModule(LightningModule):
         optimizer: makes the optimizer from parameter groups.
         warmup_fraction: share of `max_steps` over which the learning rate rises from 0; a cosine to 0 follows.
         max_steps: horizon of the schedule, optimizer steps.
+        spikes: when loss and gradient norm stick out, and what is done then.
         walk_blocks_per_doc: how many blocks of a sample validation drafts at a time; bounds its memory.
 
     Attributes:
-        gradient_norm: of the latest optimizer step, before clipping.
+        step: loss and gradient norm (before clipping) of the latest optimizer step; None if it had no supervised slot.
         num_empty_steps: optimizer steps so far that had no supervised slot at all and changed nothing.
         decoding_seconds: spent so far by the decoding callback, which is no training.
         latest_metrics: the latest value of everything that callbacks have logged.
@@ -48,6 +61,7 @@ class DFlashModule(LightningModule):
         *,
         warmup_fraction: float,
         max_steps: int,
+        spikes: SpikeOptions | None = None,
         walk_blocks_per_doc: int = 32,
     ) -> None:
         super().__init__()
@@ -62,12 +76,14 @@ class DFlashModule(LightningModule):
         self.warmup_fraction = warmup_fraction
         self.max_steps = max_steps
         self.walk_blocks_per_doc = walk_blocks_per_doc
-        self.gradient_norm = 0.0
+        self.spike_options = spikes = spikes or SpikeOptions()
+        self.gradient_detector, self.loss_detector = SpikeDetector(spikes), SpikeDetector(spikes)
+        self.step: StepFigures | None = None
         self.num_empty_steps = 0
         self.decoding_seconds = 0.0
         self.latest_metrics: dict[str, float] = {}
         self.validation_totals = torch.zeros(4, NUM_LENGTH_BUCKETS, dtype=torch.float64)
-        self._step_weight_sum = torch.zeros((), dtype=torch.float64)
+        self._step_sums = torch.zeros(2, dtype=torch.float64)
 
     def draft(self, batch: Batch) -> BlockOutcome:
         """Draft the batch's blocks and sum their loss. N must be 1 or more."""
@@ -83,7 +99,8 @@ class DFlashModule(LightningModule):
         if len(batch.anchors) == 0:
             return {"loss": self._zero_loss(), "outcome": None}
         outcome = self.draft(batch)
-        self._step_weight_sum = self._step_weight_sum.to(self.device) + outcome.weights.sum()
+        step_sums = torch.stack([outcome.loss_sum.detach(), outcome.weights.sum()])
+        self._step_sums = self._step_sums.to(self.device) + step_sums
         return {"loss": outcome.loss_sum, "outcome": outcome}
 
     def _zero_loss(self) -> Tensor:
@@ -91,23 +108,36 @@ class DFlashModule(LightningModule):
         return sum(((p * 0.0).sum() for p in self.drafter.parameters()), start=torch.zeros((), device=self.device))
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Turn summed gradients into those of sum(w * CE) / sum(w) over the whole step, and measure their norm.
+        """Turn summed gradients into those of sum(w * CE) / sum(w) over the whole step, measure and judge their norm.
 
         Lightning has divided the loss by the accumulated batches, DDP the gradients by the ranks; both is undone.
         """
-        weight_sum = float(self.trainer.strategy.reduce(self._step_weight_sum.to(self.device), reduce_op="sum"))
-        self._step_weight_sum = torch.zeros_like(self._step_weight_sum)
+        sums = self.trainer.strategy.reduce(self._step_sums.to(self.device), reduce_op="sum")
+        loss_sum, weight_sum = torch.as_tensor(sums).tolist()
+        self._step_sums = torch.zeros_like(self._step_sums)
         parameters = [p for p in self.drafter.parameters() if p.grad is not None]
         if weight_sum == 0:
-            # Nothing was supervised on any rank. Without gradients AdamW leaves parameters and moments alone.
-            for parameter in parameters:
-                parameter.grad = None
-            self.gradient_norm = 0.0
+            # Nothing was supervised on any rank.
+            self.step = None
             self.num_empty_steps += 1
+            self._drop_gradients()
             return
         gradients = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_mul_(gradients, self.trainer.accumulate_grad_batches * self.trainer.world_size / weight_sum)
-        self.gradient_norm = float(torch.nn.utils.get_total_norm(gradients))
+        gradient = self.gradient_detector.judge(float(torch.nn.utils.get_total_norm(gradients)))
+        loss = self.loss_detector.judge(loss_sum / weight_sum)
+        skip = self.spike_options.skip
+        is_skipped = gradient.is_spike and (
+            skip == "all" or (skip == "non_finite" and not math.isfinite(gradient.value))
+        )
+        self.step = StepFigures(loss, gradient, is_skipped)
+        if is_skipped:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        # Without gradients AdamW leaves parameters and moments alone.
+        for parameter in self.drafter.parameters():
+            parameter.grad = None
 
     def configure_gradient_clipping(
         self,
@@ -116,9 +146,9 @@ class DFlashModule(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip by the norm that has been measured already."""
-        if gradient_clip_val and self.gradient_norm > gradient_clip_val:
-            gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, gradient_clip_val / self.gradient_norm)
+        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
+        if gradient_clip_val and gradients and self.step and self.step.gradient.value > gradient_clip_val:
+            torch._foreach_mul_(gradients, gradient_clip_val / self.step.gradient.value)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW or what the config names, weight decay on matrices only; warm-up, then cosine."""
@@ -168,9 +198,13 @@ class DFlashModule(LightningModule):
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["max_steps"] = self.max_steps
         checkpoint["num_empty_steps"] = self.num_empty_steps
+        checkpoint["gradient_detector"] = self.gradient_detector.state_dict()
+        checkpoint["loss_detector"] = self.loss_detector.state_dict()
         checkpoint["latest_metrics"] = dict(self.latest_metrics)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over what is counted and what was last measured."""
         self.num_empty_steps = checkpoint["num_empty_steps"]
+        self.gradient_detector.load_state_dict(checkpoint["gradient_detector"])
+        self.loss_detector.load_state_dict(checkpoint["loss_detector"])
         self.latest_metrics = dict(checkpoint["latest_metrics"])

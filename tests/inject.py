@@ -1,0 +1,37 @@
+"""A callback for tests: makes chosen optimizer steps go wrong."""
+
+import math
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from dflash.batch import Batch
+from dflash.callbacks.interval import completes_step
+
+
+class Inject(Callback):
+    """Steps are counted from 1.
+
+    Args:
+        large_at: steps whose gradient is a hundred times what it should be.
+        nan_at: steps that see a batch whose hidden states are not numbers.
+    """
+
+    def __init__(self, large_at: list[int], nan_at: list[int]) -> None:
+        self.large_at, self.nan_at = large_at, nan_at
+        self.batch_idx = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        self.batch_idx = batch_idx
+        if trainer.global_step + 1 in self.nan_at and not completes_step(trainer, batch_idx):
+            assert batch.hidden is not None
+            batch.hidden.fill_(math.nan)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step + 1 in self.large_at and completes_step(trainer, self.batch_idx):
+            for parameter in pl_module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(100.0)
+
+
+def as_override(large_at: list[int], nan_at: list[int]) -> str:
+    return f"+callbacks.inject={{_target_: tests.inject.Inject, large_at: {large_at}, nan_at: {nan_at}}}"
