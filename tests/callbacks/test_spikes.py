@@ -52,13 +52,9 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Path
 
 def test_a_large_gradient_and_a_nan_batch_are_recorded_with_their_samples(disturbed: Path) -> None:
     large, nan = spike_lines(disturbed)
-    assert (large["step"], large["gradient_spike"], large["loss_spike"], large["skipped"]) == (
-        LARGE,
-        True,
-        False,
-        False,
-    )
-    assert float(large["gradient_norm"]) > 20 * float(large["gradient_threshold"]) / 8  # type: ignore[arg-type]
+    assert (large["step"], large["gradient_spike"], large["loss_spike"]) == (LARGE, True, False)
+    assert large["skipped"] is False
+    assert large["gradient_norm"] > large["gradient_threshold"]  # type: ignore[operator]
     assert (nan["step"], nan["gradient_spike"], nan["loss_spike"], nan["skipped"]) == (NAN, True, True, True)
     assert (nan["gradient_norm"], nan["loss"]) == ("nan", "nan")
     # Micro-batches 2 * step - 2 and 2 * step - 1 of the run, as an independent callback has seen them.
