@@ -1,5 +1,7 @@
 """Where the Hydra configuration lies, and how a resumed run gets its own configuration back."""
 
+import inspect
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,37 @@ _CHECKOUT_CONF = _PACKAGE.parents[1] / "conf"
 # The wheel carries the same files as the package `dflash.conf` (see pyproject.toml).
 CONF_DIR = str(_CHECKOUT_CONF if (_CHECKOUT_CONF / "train.yaml").exists() else _PACKAGE / "conf")
 
+# In a run folder:
+RUN_CONFIG = "config.yaml"  # the whole configuration the run was started with
+LAST_CHECKPOINT = "checkpoints/last.ckpt"
+BEST_CHECKPOINT = "checkpoints/best.ckpt"
+
+
+def _no_run_text(resume_from: str) -> str:
+    return f"resume_from={resume_from}: found no {RUN_CONFIG} there. Expected the folder of a run of dflash.train."
+
+
 # hydra.run.dir of `dflash.train`: a resumed run continues in its own folder, any other gets a fresh one.
-OmegaConf.register_new_resolver("run_folder", lambda resume_from, fresh: resume_from or fresh, replace=True)
+def _run_folder(resume_from: str | None, fresh: str) -> str:
+    # Asked before Hydra creates the folder: a mistyped name must leave none behind.
+    if resume_from and not (Path(resume_from) / RUN_CONFIG).is_file():
+        raise ValueError(_no_run_text(resume_from))
+    return resume_from or fresh
+
+
+OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
 
 
 def instantiate(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """Hydra's `instantiate`, with the ValueError that a constructor raises in place of Hydra's account of it."""
+    """Hydra's `instantiate`, with errors that name the key.
+
+    Raises:
+        ValueError: an argument that the target does not have; or the constructor's own, in place of Hydra's account.
+    """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as hydra_instantiate
 
+    check_arguments(node)
     try:
         return hydra_instantiate(node, *args, **kwargs)
     except InstantiationException as error:
@@ -31,10 +55,25 @@ def instantiate(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-# In a run folder:
-RUN_CONFIG = "config.yaml"  # the whole configuration the run was started with
-LAST_CHECKPOINT = "checkpoints/last.ckpt"
-BEST_CHECKPOINT = "checkpoints/best.ckpt"
+def check_arguments(node: DictConfig) -> None:
+    """Refuse keys that the class or function named by `_target_` does not take.
+
+    Raises:
+        ValueError: naming the key, what there is, and the nearest of them.
+    """
+    from hydra.utils import get_object
+
+    parameters = inspect.signature(get_object(node._target_)).parameters.values()
+    if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters]
+    for key in node:
+        if key not in names and not str(key).startswith("_"):
+            near = get_close_matches(str(key), names, n=1)
+            raise ValueError(
+                f"{node._get_full_key(key)} is unknown.{f' Did you mean {near[0]}?' if near else ''} "
+                f"{node._target_} has: {', '.join(names)}."
+            )
 
 
 def save_run_config(config: DictConfig, run_folder: Path) -> None:
@@ -145,10 +184,7 @@ def config_of_resumed_run(composed: DictConfig, overrides: list[str]) -> DictCon
     """
     path = Path(composed.resume_from) / RUN_CONFIG
     if not path.is_file():
-        raise ValueError(
-            f"resume_from={composed.resume_from}: found no {RUN_CONFIG} there. Expected the folder of a run of "
-            "dflash.train."
-        )
+        raise ValueError(_no_run_text(composed.resume_from))
     config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)
     config.resume_from = composed.resume_from

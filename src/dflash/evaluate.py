@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hydra
 from omegaconf import DictConfig
 
-from dflash.config import CONF_DIR, check_evaluation_options, config_of_run, instantiate
+from dflash.command import command
+from dflash.config import check_evaluation_options, config_of_run, instantiate
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dflash.drafter.network import DFlashDrafter
 
 
-@hydra.main(version_base=None, config_path=CONF_DIR, config_name="evaluate")
+@command("evaluate")
 def main(config: DictConfig) -> None:
     """Compose, decode, report."""
     from hydra.core.hydra_config import HydraConfig

@@ -7,13 +7,13 @@
 
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
-from dflash.config import CONF_DIR, config_of_run, instantiate
+from dflash.command import command
+from dflash.config import config_of_run, instantiate
 
 
-@hydra.main(version_base=None, config_path=CONF_DIR, config_name="export")
+@command("export")
 def main(config: DictConfig) -> None:
     """Compose, write, report."""
     export(config)

@@ -5,13 +5,13 @@
 Training does the same by itself and finds the result in the cache; this command is there to look at the data first.
 """
 
-import hydra
 from omegaconf import DictConfig
 
-from dflash.config import CONF_DIR, instantiate
+from dflash.command import command
+from dflash.config import instantiate
 
 
-@hydra.main(version_base=None, config_path=CONF_DIR, config_name="prepare")
+@command("prepare")
 def main(config: DictConfig) -> None:
     """Compose, build, report."""
     import torch

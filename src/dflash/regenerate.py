@@ -8,13 +8,13 @@ Training on `data=stdlib_chat` does this by itself. Every finished batch is kept
 stopped.
 """
 
-import hydra
 from omegaconf import DictConfig
 
-from dflash.config import CONF_DIR, instantiate
+from dflash.command import command
+from dflash.config import instantiate
 
 
-@hydra.main(version_base=None, config_path=CONF_DIR, config_name="regenerate")
+@command("regenerate")
 def main(config: DictConfig) -> None:
     """Compose, generate, report."""
     import torch

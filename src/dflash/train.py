@@ -19,17 +19,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import hydra
 from omegaconf import DictConfig
 
-from dflash.config import CONF_DIR, check_run_options, config_of_resumed_run, instantiate, save_run_config
+from dflash.command import command
+from dflash.config import check_run_options, config_of_resumed_run, instantiate, save_run_config
 
 if TYPE_CHECKING:  # lightning and torch take seconds to import: --help and a mistyped override need not wait for them
     from lightning.pytorch import Callback, Trainer
     from transformers import PreTrainedModel
 
 
-@hydra.main(version_base=None, config_path=CONF_DIR, config_name="train")
+@command("train")
 def main(config: DictConfig) -> None:
     """Compose the configuration, train, exit."""
     from hydra.core.hydra_config import HydraConfig
