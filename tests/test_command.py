@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash.config import CONF_DIR
+
 MISTAKES = [
     (
         "train sampler=bucketd",
@@ -78,3 +80,23 @@ def test_a_right_command_line_passes(tmp_path: Path) -> None:
     added = ["+callbacks.mine=null", "+data.template_kwargs.enable_thinking=false"]
     result = run("train", "sampler=random", *added, cwd=tmp_path)
     assert "torch was imported" in result.stderr, result.stderr  # so it got as far as the work itself
+
+
+def test_help_names_every_group_and_option_and_shows_command_lines(tmp_path: Path) -> None:
+    result = run("train", "--help", cwd=tmp_path)
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    for group in sorted(path.name for path in Path(CONF_DIR).iterdir() if path.is_dir()):
+        (line,) = [line for line in lines if line.strip().startswith(f"{group} ")]
+        options, _, description = line.strip().removeprefix(group).strip().partition("  ")
+        assert sorted(options.split(" | ")) == sorted(path.stem for path in (Path(CONF_DIR) / group).glob("*.yaml"))
+        assert description.strip()
+    examples = [line.split() for line in lines if line.strip().startswith("python -m dflash.train ")]
+    assert len(examples) == 5
+
+
+def test_console_scripts_offer_completion(tmp_path: Path) -> None:
+    result = run(
+        "train", "-sc", "query=bash", cwd=tmp_path, env={"COMP_LINE": "dflash-train sampler=", "COMP_POINT": "21"}
+    )
+    assert result.stdout.split() == ["sampler=bucketed", "sampler=random", "sampler=sorted"]

@@ -43,13 +43,14 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         def task(config: DictConfig) -> None:
             from hydra.core.hydra_config import HydraConfig
 
-            _set_full_error(full_error)
+            is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+            if not is_sweep:  # a sweep ends in Hydra's hands, with its first failure
+                _set_full_error(full_error)
             try:
                 check_keys(config, config_name, list(HydraConfig.get().overrides.task))
                 function(config)
             except ValueError as error:
-                # In a sweep the launcher decides what becomes of the other jobs.
-                if full_error == "1" or HydraConfig.get().mode == RunMode.MULTIRUN:
+                if full_error == "1" or is_sweep:  # the other jobs still run
                     raise
                 _end(str(error), error)
 
@@ -66,6 +67,10 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                 if full_error == "1":
                     raise
                 _end(explain(error, config_name, sys.argv[1:]), error)
+            except ValueError as error:
+                if full_error == "1":
+                    raise
+                _end(str(error), error)
 
         return main
 

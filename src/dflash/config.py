@@ -90,6 +90,23 @@ def save_run_config(config: DictConfig, run_folder: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def check_sweep(config: DictConfig) -> None:
+    """Refuse a sweep over several ranks: each rank would be relaunched with the whole sweep.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    ranks = config.trainer.devices * config.trainer.num_nodes
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN and ranks > 1:
+        raise ValueError(
+            f"-m runs its jobs in one process, and trainer.devices={config.trainer.devices}, trainer.num_nodes="
+            f"{config.trainer.num_nodes} needs {ranks}. Sweep with trainer.devices=1, or start the runs one by one."
+        )
+
+
 def config_of_run(name: str | Path) -> DictConfig | None:
     """The configuration that a run folder or a checkpoint in it was trained with; None for anything else."""
     path = Path(name)

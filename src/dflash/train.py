@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from dflash.command import command
-from dflash.config import check_run_options, config_of_resumed_run, instantiate, save_run_config
+from dflash.config import check_run_options, check_sweep, config_of_resumed_run, instantiate, save_run_config
 
 if TYPE_CHECKING:  # lightning and torch take seconds to import: --help and a mistyped override need not wait for them
     from lightning.pytorch import Callback, Trainer
@@ -83,6 +83,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
     keep_freed_memory()
     # What needs no weights comes first: a mistake in it shows within seconds.
     check_run_options(config)
+    check_sweep(config)
     target, data = instantiate(config.target), instantiate(config.data)
     sampler, limits = instantiate(config.sampler), instantiate(config.batch)
     drafter_options, objective = instantiate(config.drafter), instantiate(config.objective)

@@ -51,3 +51,36 @@ def _bars(axes: Axes, names: list[Any], heights: list[float], label: str) -> Non
     axes.bar_label(bars, labels=[label.format(height) for height in heights], padding=2)
     axes.set_xticks(places, [str(name) for name in names])
     axes.margins(y=0.12)
+
+
+def plot_sweep(rows: list[dict[str, Any]], swept: list[str], path: Path) -> None:
+    """Draw a sweep: what was swept against throughput, padding, mixing, validation loss and acceptance length.
+
+    Args:
+        rows: of the sweep's table, see `dflash.report.sweep`.
+        swept: the overrides that differ.
+        path: of the PNG.
+    """
+    panels = {
+        "real_tokens_per_s": ("Throughput", "real tokens/s", "{:,.0f}"),
+        "padding_ratio": ("Padding", "share of computed tokens", "{:.1%}"),
+        "loss_variance_explained_by_length": ("Loss explained by length", "share of its changes", "{:.0%}"),
+        "val_loss": ("Validation loss", "loss", "{:.3f}"),
+        "val_acceptance_length": ("Held-out acceptance length", "tokens a round", "{:.3f}"),
+    }
+    names = ["\n".join(row["overrides"].get(key, "-") for key in swept) for row in rows]
+    figure = Figure(figsize=(3.4 * len(panels), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(" and ".join(swept) or "one job", fontsize=11)
+    for axes, (column, (title, unit, label)) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        heights = [row[column] or 0.0 for row in rows]
+        bars = axes.bar(range(len(rows)), heights, color="#3b6ea5")
+        known = [
+            label.format(row[column]) if row[column] is not None else row["status"].replace("completed", "none")
+            for row in rows
+        ]
+        axes.bar_label(bars, labels=known, padding=2, fontsize=8)
+        axes.set_xticks(range(len(rows)), names)
+        axes.margins(y=0.12)
+        axes.set(title=title, ylabel=unit)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,64 @@
+"""`python -m dflash.train -m ...`: a table with a row for every job, failed ones too."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash.report.sweep import swept_keys
+from tests.commands import SMALL
+
+FAST = [*SMALL, "max_steps=2", "validate_untrained=false", "callbacks.decoding=null", "data.max_samples=30"]
+
+
+def sweep(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dflash.train", "-m", *FAST, *overrides],
+        cwd=cwd, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    cwd = tmp_path_factory.mktemp("sweep")
+    result = sweep(cwd, "sampler=bucketed", "sampler.width=1.1,0.5,1.5")
+    (table,) = cwd.glob("outputs/train/*/*/sweep.csv")
+    return table, result
+
+
+def test_every_job_has_its_row_and_a_failed_one_its_reason(
+    swept: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    table, result = swept
+    rows = list(csv.DictReader(table.open()))
+    assert [(row["job"], row["sampler.width"], row["status"]) for row in rows] == [
+        ("0", "1.1", "completed"), ("1", "0.5", "failed"), ("2", "1.5", "completed"),
+    ]  # fmt: skip
+    assert "sampler.width=0.5" in rows[1]["reason"]
+    for row in (rows[0], rows[2]):
+        assert float(row["val_loss"]) > 0
+        assert float(row["val_acceptance_length"]) >= 1
+        assert 0 <= float(row["padding_ratio"]) < 1
+        assert row["steps"] == "2"
+        assert (Path(table.parents[4]) / row["folder"] / "summary.json").is_file() or Path(row["folder"]).is_dir()
+    assert "sampler" not in rows[0], "what is the same in every job is no column"
+    assert (table.parent / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert result.returncode == 1, "a sweep with a failed job is no success"
+    assert "Error: sampler.width=0.5" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_sweep_over_several_ranks_is_refused(tmp_path: Path) -> None:
+    result = sweep(tmp_path, "trainer.devices=2", "seed=0,1")
+    assert result.returncode == 1
+    assert "-m runs its jobs in one process, and trainer.devices=2" in result.stderr
+    (table,) = tmp_path.glob("outputs/train/*/*/sweep.csv")
+    assert [row["status"] for row in csv.DictReader(table.open())] == ["failed", "failed"]
+
+
+def test_swept_keys_are_those_that_differ() -> None:
+    rows = [{"overrides": {"a": "1", "b": "x", "c": "2"}}, {"overrides": {"a": "1", "b": "y"}}]
+    assert swept_keys(rows) == ["b", "c"]
+    assert swept_keys(rows[:1]) == ["a", "b", "c"]
