@@ -14,7 +14,7 @@ def test_imports_point_one_way() -> None:
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "prepare", "regenerate", "evaluate", "export"])
+@pytest.mark.parametrize("command", ["train", "prepare", "regenerate", "evaluate", "export", "compare"])
 def test_a_command_loads_nothing_heavy_before_it_runs(command: str) -> None:
     program = (
         f"import sys, dflash.{command}; "

@@ -84,3 +84,29 @@ def plot_sweep(rows: list[dict[str, Any]], swept: list[str], path: Path) -> None
         axes.margins(y=0.12)
         axes.set(title=title, ylabel=unit)
     figure.savefig(path, dpi=110)
+
+
+def plot_curves(runs: dict[str, dict[str, list[tuple[int, float]]]], tags: list[str], path: Path) -> None:
+    """Draw the curves of several runs, a panel a tag.
+
+    Args:
+        runs: name of the run -> tag -> (step, value) points.
+        tags: in the order of the panels; a tag that no run has gets none.
+        path: of the PNG.
+    """
+    shown = [tag for tag in tags if any(tag in curves for curves in runs.values())]
+    columns = min(3, max(len(shown), 1))
+    rows = -(-len(shown) // columns) or 1
+    figure = Figure(figsize=(5 * columns, 3.6 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, tag in enumerate(shown, 1):
+        axes = figure.add_subplot(rows, columns, number)
+        for name, curves in runs.items():
+            steps, values = zip(*curves.get(tag, [(0, float("nan"))]), strict=True)
+            axes.plot(steps, values, label=name, marker="o" if len(steps) < 20 else None, markersize=3)
+        axes.set(title=tag, xlabel="optimizer step")
+        axes.grid(alpha=0.3)
+    if shown:
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3))
+    figure.savefig(path, dpi=110)

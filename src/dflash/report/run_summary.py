@@ -11,6 +11,41 @@ from dflash.config import BEST_CHECKPOINT, LAST_CHECKPOINT
 
 SUMMARY_NAME = "summary.json"
 
+# By which runs are compared: column of a table -> where summary.json has it.
+FIGURES = {
+    "real_tokens_per_s": ("throughput", "real_tokens_per_s"),
+    "padding_ratio": ("padding_ratio",),
+    "loss_variance_explained_by_length": ("loss_variance_explained_by_length",),
+    "gradient_spikes": ("spikes", "gradient"),
+    "loss_spikes": ("spikes", "loss"),
+    "val_loss": ("validation", "trained", "loss"),
+    "val_acceptance_length": ("validation", "trained", "acceptance_length"),
+    "steps": ("steps",),
+    "real_tokens": ("real_tokens",),
+}
+
+
+def read_figures(run_folder: Path) -> dict[str, Any]:
+    """The figures of a run by column of `FIGURES`; None where it has not measured one.
+
+    Raises:
+        ValueError: the folder has no whole `summary.json`.
+    """
+    try:
+        summary = json.loads((run_folder / SUMMARY_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{run_folder}: found no {SUMMARY_NAME} to read ({error}). Expected the folder of a run that has ended."
+        ) from error
+
+    def find(path: tuple[str, ...]) -> Any:
+        value: Any = summary
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    return {column: find(path) for column, path in FIGURES.items()}
+
 
 class RunSummary:
     """Collects what a run came to.

@@ -18,18 +18,9 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from dflash.report.run_summary import SUMMARY_NAME
+from dflash.report.run_summary import FIGURES, SUMMARY_NAME, read_figures
 
 ROW_NAME = "sweep_row.json"
-# Column of sweep.csv -> where the figure is in summary.json.
-FIGURES = {
-    "real_tokens_per_s": ("throughput", "real_tokens_per_s"),
-    "padding_ratio": ("padding_ratio",),
-    "loss_variance_explained_by_length": ("loss_variance_explained_by_length",),
-    "val_loss": ("validation", "trained", "loss"),
-    "val_acceptance_length": ("validation", "trained", "acceptance_length"),
-    "steps": ("steps",),
-}
 
 
 class SweepTable(Callback):
@@ -50,23 +41,17 @@ class SweepTable(Callback):
 def job_row(number: int, overrides: list[str], job_folder: Path, job_return: JobReturn) -> dict[str, Any]:
     """What the table says of one job."""
     failed = job_return.status != JobStatus.COMPLETED
-    summary: dict[str, Any] = {}
+    figures = dict.fromkeys(FIGURES)
     if not failed and (job_folder / SUMMARY_NAME).is_file():
-        summary = json.loads((job_folder / SUMMARY_NAME).read_text(encoding="utf-8"))
+        figures = read_figures(job_folder)
     return {
         "job": number,
         "overrides": dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override),
         "status": "failed" if failed else "completed",
         "reason": str(job_return._return_value) if failed else "",
         "folder": str(job_folder),
-        **{column: _find(summary, path) for column, path in FIGURES.items()},
+        **figures,
     }
-
-
-def _find(summary: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        summary = summary.get(key) if isinstance(summary, dict) else None
-    return summary
 
 
 def write_table(sweep_folder: Path) -> None:
