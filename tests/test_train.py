@@ -177,7 +177,7 @@ def test_a_missing_weights_package_names_the_command_that_installs_it(tmp_path: 
         ("drafter.block_size=1", r"drafter\.block_size=1: expected a whole number of 2 or more"),
         ("drafter.block_size=4", r"objective\.gamma=null, and none is published for drafter\.block_size=4"),
         ("optimizer.warmup_fraction=2", r"optimizer\.warmup_fraction=2: expected a number in 0\.\.1"),
-        ("init_from=/nowhere", r"init_from=/nowhere: found no checkpoint"),
+        ("init_from=/nowhere", r"init_from=/nowhere is neither a run folder, a .ckpt file or a folder with a drafter"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(
