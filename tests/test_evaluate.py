@@ -70,8 +70,8 @@ def test_a_run_is_decoded_on_its_held_out_prompts(
     for row in figures["by_prompt"]:
         assert row["lossless"] == "yes"
         assert row["source"][-31:] in screen
-    faster = figures["speedup"] > 1
-    assert f"decoding with the drafter is {'FASTER' if faster else 'SLOWER'} than the target alone" in screen
+    words = "FASTER than" if figures["speedup"] > 1.01 else "SLOWER than" if figures["speedup"] < 0.99 else "as fast as"
+    assert f"decoding with the drafter is {words} the target alone" in screen
     # The prompts are those of the validation side.
     (val_folder,) = (run / "cache" / "tokens").glob("*/val")
     held_out = {TokenDataset.open(val_folder).sample(i).source for i in range(3)}
@@ -147,4 +147,4 @@ def test_the_command_works_from_any_folder(run: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     (written,) = (tmp_path / "outputs" / "evaluate").glob("*/*/evaluate.json")
     assert json.loads(written.read_text()).keys() >= KEYS
-    assert "than the target alone" in result.stdout
+    assert "On this machine decoding with the drafter is" in result.stdout

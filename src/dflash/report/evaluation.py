@@ -53,10 +53,10 @@ def _totals(figures: dict[str, Any]) -> str:
         ("lossless", _lossless(figures)),
     ]
     width = max(len(name) for name, _ in lines)
-    judgement = "FASTER" if speedup > 1 else "SLOWER"
+    judgement = "FASTER than" if speedup > 1.01 else "SLOWER than" if speedup < 0.99 else "as fast as"
     return (
         "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
-        + f"\n\nOn this machine decoding with the drafter is {judgement} than the target alone: {speedup:.2f} times "
+        + f"\n\nOn this machine decoding with the drafter is {judgement} the target alone: {speedup:.2f} times "
         "its speed."
     )
 
