@@ -36,6 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_an_export_holds_the_published_tensors_and_fields_and_nothing_else(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in folder.iterdir()), "servers run as another user"
     layer = [
         "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_proj.weight",
         "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight", "self_attn.q_norm.weight",

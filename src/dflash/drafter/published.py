@@ -45,9 +45,11 @@ def write_published(drafter: DFlashDrafter, folder: Path, dtype: torch.dtype) ->
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
     try:
-        partial.chmod(0o755)  # mkdtemp's folders are closed to others, servers often run as another user
         (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(weights, partial / WEIGHTS_NAME, {"format": "pt", SEAL: json.dumps(seal(config))})
+        # Both are made for their owner alone, and servers often run as another user.
+        partial.chmod(0o755)
+        (partial / WEIGHTS_NAME).chmod(0o644)
         os.replace(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
