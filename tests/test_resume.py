@@ -132,5 +132,5 @@ def test_init_from_takes_the_weights_and_nothing_else(undisturbed: Path, cache_d
     first, again = record(tmp_path)[0], record(undisturbed)[0]
     assert first["samples"] == again["samples"], "the data start anew"
     assert float.fromhex(str(first["loss"])) != float.fromhex(str(again["loss"])), "the weights do not"
-    with pytest.raises(ValueError, match=r"init_from=.*another shape.*layers\.1"):
+    with pytest.raises(ValueError, match=r"init_from=.*its drafter is another: layers\.1"):
         train_here(tmp_path, cache_dir, *options(tmp_path), f"init_from={undisturbed}", "drafter.num_layers=2")

@@ -1,5 +1,6 @@
 """Curves of runs, from their TensorBoard event files."""
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 
 def read_curves(run_folder: Path, tags: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
     """(step, value) points of each of `tags` that the run has logged; nothing for a run without event files."""
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells that it runs without TensorFlow
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_folder / "tensorboard"), size_guidance={"scalars": 0})
