@@ -82,6 +82,7 @@ def plot_sweep(rows: list[dict[str, Any]], swept: list[str], path: Path) -> None
         axes.bar_label(bars, labels=known, padding=2, fontsize=8)
         axes.set_xticks(range(len(rows)), names)
         axes.margins(y=0.12)
+        axes.set_ylim(bottom=0)
         axes.set(title=title, ylabel=unit)
     figure.savefig(path, dpi=110)
 
