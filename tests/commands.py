@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash.config import CONF_DIR, config_of_resumed_run
@@ -20,8 +21,7 @@ def train_here(folder: Path, cache_dir: Path, *overrides: str, start_from: list[
     overrides_list = [*start_from, f"cache_dir={cache_dir}", *overrides]
     folder.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
-    with initialize_config_dir(CONF_DIR, version_base=None):
-        config = compose("train", overrides_list, return_hydra_config=False)
+    config = compose_config("train", *overrides_list)
     if config.resume_from:
         config = config_of_resumed_run(config, list(overrides))
     try:
@@ -47,3 +47,16 @@ def scalars(run_folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(run_folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def run_module(command: str, *overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`python -m dflash.<command> ...` in `cwd`, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", f"dflash.{command}", *overrides], cwd=cwd, capture_output=True, text=True, timeout=500
+    )
+
+
+def compose_config(name: str, *overrides: str) -> DictConfig:
+    """The configuration of a command line of `python -m dflash.<name>`."""
+    with initialize_config_dir(CONF_DIR, version_base=None):
+        return compose(name, list(overrides))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash.config import CONF_DIR
+from tests.commands import run_module
 
 MISTAKES = [
     (
@@ -57,10 +58,7 @@ def test_a_mistake_ends_with_one_message(arguments: str, message: str, tmp_path:
 
 def test_an_unknown_argument_of_a_component_is_named_with_those_it_has(tmp_path: Path) -> None:
     # Only the component itself can tell, so this one is found where it is built.
-    result = subprocess.run(
-        [sys.executable, "-m", "dflash.train", "+sampler.widht=2"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    result = run_module("train", "+sampler.widht=2", cwd=tmp_path)
     assert result.returncode == 1
     expected = "sampler.widht is unknown. Did you mean width? dflash.samplers.bucketed.BucketedSampler has: width."
     assert result.stderr.strip() == f"Error: {expected}"

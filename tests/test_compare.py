@@ -2,14 +2,12 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dflash.compare import compare
-from tests.commands import scalars, train_here
+from tests.commands import run_module, scalars, train_here
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +20,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_the_table_holds_each_runs_own_figures(runs: list[Path], tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "dflash.compare", f"runs=[{runs[0]},{runs[1]}]", f"hydra.run.dir={tmp_path}"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    result = run_module("compare", f"runs=[{runs[0]},{runs[1]}]", f"hydra.run.dir={tmp_path}", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     rows = list(csv.DictReader((tmp_path / "compare.csv").open()))
     assert [row["run"] for row in rows] == [str(run) for run in runs]

@@ -1,24 +1,20 @@
 """`python -m dflash.evaluate`: what it decodes, what it reports, and what it refuses."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from transformers import LlamaConfig
 
-from dflash.config import CONF_DIR
 from dflash.data.prompts import prompts_of_file
 from dflash.data.tokens import TokenDataset
 from dflash.drafter.checkpoint import load_drafter
 from dflash.drafter.published import write_published
 from dflash.evaluate import evaluate
 from dflash.target.tiny import build_tiny_model, build_tiny_tokenizer
-from tests.commands import scalars, train_here
+from tests.commands import compose_config, run_module, scalars, train_here
 
 KEYS = {
     "acceptance_length", "speedup", "lossless", "prompts", "tokens_per_s", "baseline_tokens_per_s",
@@ -42,8 +38,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate_here(out: Path, *overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(CONF_DIR, version_base=None):
-        config = compose("evaluate", list(overrides))
+    config = compose_config("evaluate", *overrides)
     out.mkdir(exist_ok=True)
     evaluate(config, out)
     return json.loads((out / "evaluate.json").read_text())
@@ -140,10 +135,7 @@ def test_what_can_not_be_evaluated_is_refused(
 
 
 def test_the_command_works_from_any_folder(run: Path, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "dflash.evaluate", f"run={run}", "num_prompts=1", "max_new_tokens=5"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    result = run_module("evaluate", f"run={run}", "num_prompts=1", "max_new_tokens=5", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     (written,) = (tmp_path / "outputs" / "evaluate").glob("*/*/evaluate.json")
     assert json.loads(written.read_text()).keys() >= KEYS

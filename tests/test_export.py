@@ -1,20 +1,16 @@
 """`python -m dflash.export`: a folder that servers load and that another run can start from."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
-from dflash.config import CONF_DIR
 from dflash.decoding.check_export import compare_logits
 from dflash.drafter.checkpoint import load_drafter
 from dflash.export import export
 from dflash.target.tiny import build_tiny_model
-from tests.commands import train_here
+from tests.commands import compose_config, run_module, train_here
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +21,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export_here(*overrides: str) -> None:
-    with initialize_config_dir(CONF_DIR, version_base=None):
-        config = compose("export", list(overrides))
-    export(config)
+    export(compose_config("export", *overrides))
 
 
 def test_the_command_writes_checks_and_tells_how_to_serve(run: Path, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "dflash.export", f"run={run}", "out=served/drafter", "check=true"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    result = run_module("export", f"run={run}", "out=served/drafter", "check=true", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "are the same to the bit" in result.stdout
     folder = tmp_path / "served" / "drafter"

@@ -2,22 +2,18 @@
 
 import csv
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dflash.report.sweep import swept_keys
-from tests.commands import SMALL
+from tests.commands import SMALL, run_module
 
 FAST = [*SMALL, "max_steps=2", "validate_untrained=false", "callbacks.decoding=null", "data.max_samples=30"]
 
 
 def sweep(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dflash.train", "-m", *FAST, *overrides],
-        cwd=cwd, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+    return run_module("train", "-m", *FAST, *overrides, cwd=cwd)
 
 
 @pytest.fixture(scope="module")

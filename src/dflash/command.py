@@ -9,19 +9,18 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection
-from difflib import get_close_matches
 from functools import wraps
 from typing import NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dflash.checks import suggestion
 from dflash.config import CONF_DIR
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -105,13 +104,12 @@ def check_keys(config: DictConfig, config_name: str, overrides: list[str]) -> No
     Raises:
         ValueError: naming the keys, with the nearest right spelling.
     """
-    loader = GlobalHydra.instance().config_loader()
-    parsed = OverridesParser.create(config_loader=loader).parse_overrides(overrides)
-    groups = [o.input_line for o in parsed if o.input_line and loader.get_group_options(o.key_or_group)]
-    pristine = loader.load_configuration(config_name, groups, run_mode=RunMode.RUN)
-    known = _dotted_keys(pristine)
-    if unknown := _unknown_keys(config, known):
-        raise ValueError("\n".join(_unknown_key_text(key, known) for key in unknown))
+    if any(override.startswith("+") for override in overrides):  # Hydra itself refuses all other unknown keys
+        loader = GlobalHydra.instance().config_loader()
+        pristine = loader.load_configuration(config_name, _group_choices(overrides), run_mode=RunMode.RUN)
+        known = _dotted_keys(pristine)
+        if unknown := _unknown_keys(config, known):
+            raise ValueError("\n".join(_unknown_key_text(key, known) for key in unknown))
     if missing := sorted(OmegaConf.missing_keys(config)):
         raise ValueError("\n".join(f"{key} is not given: add {key}=<value> to the command line." for key in missing))
 
@@ -123,7 +121,7 @@ def explain(error: Exception, config_name: str, overrides: list[str]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
         options = sorted(error.options)
-        return f"{group}={option} is unknown. Allowed: {', '.join(options)}.{_suggestion(group + '=', option, options)}"
+        return f"{group}={option} is unknown. Allowed: {', '.join(options)}.{suggestion(option, options, group + '=')}"
     if found := re.match(r"Could not override '([^']+)'", str(error)):
         key, known = found[1], _composable_keys(config_name, overrides)
         if key in known:  # a mapping that would get new keys
@@ -139,9 +137,13 @@ def _composable_keys(config_name: str, overrides: list[str]) -> set[str]:
     """Every key of the configuration that the group choices among `overrides` give."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(CONF_DIR, version_base=None):
-        loader = GlobalHydra.instance().config_loader()
-        groups = [o for o in overrides if "=" in o and loader.get_group_options(o.partition("=")[0].lstrip("+"))]
-        return _dotted_keys(compose(config_name, groups))
+        return _dotted_keys(compose(config_name, _group_choices(overrides)))
+
+
+def _group_choices(overrides: list[str]) -> list[str]:
+    """Those of the overrides that choose an option of a config group."""
+    loader = GlobalHydra.instance().config_loader()
+    return [o for o in overrides if "=" in o and loader.get_group_options(o.partition("=")[0].lstrip("+"))]
 
 
 def _dotted_keys(node: DictConfig, prefix: str = "") -> set[str]:
@@ -176,11 +178,6 @@ def _unknown_key_text(key: str, known: Collection[str]) -> str:
     below = {k.removeprefix(prefix) for k in known if k.startswith(prefix)}
     siblings = sorted(k for k in below if "." not in k and not k.startswith("_"))
     if not siblings:  # the parent itself is unknown
-        return f"{key} is unknown.{_suggestion('', key, sorted(known))}"
+        return f"{key} is unknown.{suggestion(key, sorted(known))}"
     there = f"{parent or 'The configuration'} has: {', '.join(siblings)}."
-    return f"{key} is unknown.{_suggestion(prefix, name, siblings)} {there}"
-
-
-def _suggestion(prefix: str, name: str, candidates: list[str]) -> str:
-    near = get_close_matches(name, candidates, n=1, cutoff=0.6)
-    return f" Did you mean {prefix}{near[0]}?" if near else ""
+    return f"{key} is unknown.{suggestion(name, siblings, prefix)} {there}"

@@ -1,13 +1,12 @@
 """Where the Hydra configuration lies, and how a resumed run gets its own configuration back."""
 
 import inspect
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dflash.checks import check_integer
+from dflash.checks import check_integer, suggestion
 
 _PACKAGE = Path(__file__).resolve().parent
 _CHECKOUT_CONF = _PACKAGE.parents[1] / "conf"
@@ -69,10 +68,9 @@ def check_arguments(node: DictConfig) -> None:
     names = [parameter.name for parameter in parameters]
     for key in node:
         if key not in names and not str(key).startswith("_"):
-            near = get_close_matches(str(key), names, n=1)
             raise ValueError(
-                f"{node._get_full_key(key)} is unknown.{f' Did you mean {near[0]}?' if near else ''} "
-                f"{node._target_} has: {', '.join(names)}."
+                f"{node._get_full_key(key)} is unknown.{suggestion(str(key), names)} {node._target_} has: "
+                f"{', '.join(names)}."
             )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from dflash.checks import check_new_folder
 from dflash.command import command
 from dflash.config import config_of_run, instantiate
 
@@ -38,8 +39,7 @@ def export(config: DictConfig) -> None:
             "target=hf target.name=Qwen/Qwen3-8B."
         )
     out = Path(config.out)
-    if out.exists():
-        raise ValueError(f"out={out} exists already. Name a folder that does not, so that nothing is overwritten.")
+    check_new_folder("out", out)
 
     import shutil
 

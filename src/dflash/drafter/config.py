@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, Qwen3Config
 
-from dflash.checks import check_integer
+from dflash.checks import check_integer, check_positive
 from dflash.target.frozen import check_layer_ids, spaced_layer_ids
 
 
@@ -44,8 +44,8 @@ class DrafterOptions:
                 continue
             if field.name != "rope_theta":
                 check_integer(f"drafter.{field.name}", value, minimum.get(field.name, 1))
-            elif isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"drafter.rope_theta={value!r}: expected a number above 0.")
+            else:
+                check_positive("drafter.rope_theta", value)
 
 
 def drafter_config(options: DrafterOptions, target: PretrainedConfig, mask_token_id: int) -> Qwen3Config:

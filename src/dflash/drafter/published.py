@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dflash.checks import check_new_folder
 from dflash.drafter.network import DFlashDrafter
 from dflash.drafter.published_config import checked_config, published_config, seal
 
@@ -38,8 +39,7 @@ def write_published(drafter: DFlashDrafter, folder: Path, dtype: torch.dtype) ->
     Raises:
         ValueError: the folder exists.
     """
-    if folder.exists():
-        raise ValueError(f"out={folder} exists already. Name a folder that does not, so that nothing is overwritten.")
+    check_new_folder("out", folder)
     config = published_config(drafter.config, dtype)
     weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()}
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash.checks import check_integer
+from dflash.checks import check_integer, check_positive
 from dflash.target.ends import TargetEnds
 
 # Decay of the slot weights in the published recipe (arXiv 2602.06036), by block size.
@@ -108,8 +108,7 @@ class CrossEntropyObjective:
                 f"{', '.join(map(str, PUBLISHED_GAMMA))}). Set objective.gamma, about half the block size."
             )
         gamma = PUBLISHED_GAMMA[block_size] if gamma is None else gamma
-        if isinstance(gamma, bool) or not isinstance(gamma, int | float) or not gamma > 0:
-            raise ValueError(f"objective.gamma={gamma!r}: expected a number above 0.")
+        check_positive("objective.gamma", gamma)
         check_integer("objective.chunk_slots", chunk_slots, 1)
         self.chunk_slots = chunk_slots
         self.slot_weights = [math.exp(-(k - 1) / gamma) for k in range(1, block_size)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from dflash.checks import check_integer
+from dflash.checks import check_integer, check_positive
 
 SKIP = ("non_finite", "all", "none")
 # The standard deviation of a normal distribution over its median absolute deviation.
@@ -35,9 +35,7 @@ class SpikeOptions:
     skip: str = "non_finite"
 
     def __post_init__(self) -> None:
-        number = self.num_deviations
-        if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
-            raise ValueError(f"spikes.num_deviations={number!r}: expected a number above 0.")
+        check_positive("spikes.num_deviations", self.num_deviations)
         check_integer("spikes.window_steps", self.window_steps, 2)
         check_integer("spikes.min_steps", self.min_steps, 2)
         check_integer("spikes.new_level_steps", self.new_level_steps, 1)
