@@ -20,7 +20,9 @@ def check_integer(name: str, value: object, minimum: int, otherwise: str = "") -
     """
     # numpy's integers are Integral too, and so is bool.
     if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < minimum:
-        raise ValueError(f"{name}={value!r}: expected a whole number of {minimum} or more{otherwise}.")
+        # 1e3 is a float in YAML.
+        meant = f" Did you mean {int(value)}?" if isinstance(value, float) and value.is_integer() else ""
+        raise ValueError(f"{name}={value!r}: expected a whole number of {minimum} or more{otherwise}.{meant}")
 
 
 def check_positive(name: str, value: object) -> None:
@@ -31,6 +33,26 @@ def check_positive(name: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name}={value!r}: expected a number above 0.")
+
+
+def check_not_negative(name: str, value: object) -> None:
+    """Refuse what is not a number of 0 or more.
+
+    Raises:
+        ValueError: naming key and value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ValueError(f"{name}={value!r}: expected a number of 0 or more.")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Refuse what is not a number from 0 to 1.
+
+    Raises:
+        ValueError: naming key and value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name}={value!r}: expected a number in 0..1.")
 
 
 def suggestion(name: str, candidates: Iterable[str], prefix: str = "") -> str:

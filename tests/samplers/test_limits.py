@@ -15,6 +15,8 @@ from dflash.samplers.bucketed import BucketedSampler
 from dflash.samplers.full_shuffle import FullShuffleSampler
 from dflash.samplers.length_sorted import LengthSortedSampler
 from dflash.samplers.limits import BatchLimits
+from dflash.samplers.packed import PackedSampler
+from dflash.samplers.windowed import WindowedSampler
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -100,10 +102,15 @@ def test_a_bucket_width_that_is_no_number_above_one_is_refused(width: Any) -> No
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("sorted", LengthSortedSampler), ("random", FullShuffleSampler), ("bucketed", BucketedSampler)],
-)
+    [
+        ("sorted", LengthSortedSampler), ("random", FullShuffleSampler), ("bucketed", BucketedSampler),
+        ("windowed", WindowedSampler), ("packed", PackedSampler),
+    ],
+)  # fmt: skip
 def test_each_sampler_is_built_from_its_config(name: str, kind: type) -> None:
-    assert type(instantiate(OmegaConf.load(CONF / "sampler" / f"{name}.yaml"))) is kind
+    groups = {"cost": CONF / "cost" / "default.yaml", "sampler": CONF / "sampler" / f"{name}.yaml"}
+    config = OmegaConf.create({group: OmegaConf.load(path) for group, path in groups.items()})
+    assert type(instantiate(config.sampler)) is kind
 
 
 def test_the_default_batch_config_names_every_limit() -> None:

@@ -13,9 +13,18 @@ from dflash.samplers.bucketed import BucketedSampler
 from dflash.samplers.full_shuffle import FullShuffleSampler
 from dflash.samplers.length_sorted import LengthSortedSampler
 from dflash.samplers.limits import BatchLimits
+from dflash.samplers.packed import PackedSampler
+from dflash.samplers.windowed import WindowedSampler
 
-SAMPLERS = [LengthSortedSampler(), FullShuffleSampler(), BucketedSampler()]
-every_sampler = pytest.mark.parametrize("sampler", SAMPLERS, ids=["sorted", "random", "bucketed"])
+SAMPLERS = {
+    "sorted": LengthSortedSampler(),
+    "random": FullShuffleSampler(),
+    "bucketed": BucketedSampler(),
+    "optimal": BucketedSampler(boundaries="optimal", num_buckets=3),
+    "windowed": WindowedSampler(4),
+    "packed": PackedSampler(),
+}
+every_sampler = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 LIMITS = BatchLimits(token_budget=480, pad_multiple=8, anchors_per_sample=6, anchor_budget=40)
 quick = settings(max_examples=100, deadline=None)  # no deadline: the machine may be busy
 sample_rows = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 9)), min_size=1, max_size=60)
@@ -132,7 +141,7 @@ def test_batch_mates_meet_again_in_the_next_epoch_no_more_often_than_by_chance(
     assert abs(len(now & then) - expected) < 6 * expected**0.5
 
 
-@pytest.mark.parametrize("sampler", [FullShuffleSampler(), BucketedSampler()], ids=["random", "bucketed"])
+@pytest.mark.parametrize("sampler", [s for name, s in SAMPLERS.items() if name != "sorted"])
 @quick
 @given(seed=st.integers(0, 2**32), epoch=st.integers(0, 100))
 def test_a_new_epoch_or_seed_changes_who_meets_whom(sampler: LengthBatchSampler, seed: int, epoch: int) -> None:
@@ -265,3 +274,27 @@ def test_lengths_and_anchor_counts_that_make_no_sense_are_refused(lengths: list,
         LengthSortedSampler().plan(
             np.array(lengths), np.array(anchors), LIMITS, seed=0, epoch=0, world_size=1, accumulate=1
         )
+
+
+@quick
+@given(row=sample_rows, seed=st.integers(0, 1000))
+def test_windows_of_one_sample_are_the_full_shuffle(row: list[tuple[int, int]], seed: int) -> None:
+    lengths, num_anchorable = (np.array(column) for column in zip(*row, strict=True))
+    one, random = (
+        plan_of(sampler, lengths, seed=seed, num_anchorable=num_anchorable)
+        for sampler in (WindowedSampler(1), FullShuffleSampler())
+    )
+    assert one.fingerprint() == random.fingerprint()
+
+
+@quick
+@given(row=sample_rows, seed=st.integers(0, 1000), window=st.integers(1, 70))
+def test_windowed_sorts_the_shuffle_inside_windows_alone(row: list[tuple[int, int]], seed: int, window: int) -> None:
+    lengths, num_anchorable = (np.array(column, dtype=np.int64) for column in zip(*row, strict=True))
+    shuffled = np.random.default_rng(seed).permutation(len(row)).tolist()
+    order, _ = WindowedSampler(window).compose(lengths, num_anchorable, LIMITS, np.random.default_rng(seed))
+    for number, begin in enumerate(range(0, len(row), window)):
+        expected = sorted(shuffled[begin : begin + window], key=lambda i: row[i][0], reverse=number % 2 == 1)
+        got = order[begin : begin + window].tolist()
+        assert sorted(got) == sorted(expected)
+        assert [row[i][0] for i in got] == [row[i][0] for i in expected]

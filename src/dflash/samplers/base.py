@@ -10,12 +10,11 @@ size, accumulate), so every rank computes the same plan without talking, and a r
         for micro in range(plan.accumulate):
             indices = plan.batch(step, rank, micro)
 
-A sampler only composes batches (`LengthBatchSampler.compose`); what is true of all of them is done once, here: samples
-over the budget, as many batches as the steps need, the order of the batches, the ledger.
+A sampler only composes batches (`LengthBatchSampler.compose`, or whole steps of them, `compose_steps`); what is true of
+all of them is done once, here: samples over the budget, as many batches as the steps need, their order, the ledger.
 """
 
 import hashlib
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +37,7 @@ class Plan:
         truncated: emitted samples that are cut to the budget.
         world_size: ranks that share the plan.
         accumulate: batches that each rank contributes to one optimizer step.
+        packed: a batch is a row of samples behind each other, not a row each.
     """
 
     indices: IntArray
@@ -47,6 +47,7 @@ class Plan:
     truncated: int
     world_size: int
     accumulate: int
+    packed: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.indices) + sum(self.dropped.values()) == self.num_samples, self.ledger
@@ -107,10 +108,38 @@ class Plan:
         return digest.hexdigest()
 
 
-class LengthBatchSampler(ABC):
-    """Makes the plan of an epoch; subclasses say only how its batches are composed."""
+class TooLongError(ValueError):
+    """A sample is over the budget under `batch.too_long=error`; `sample` is its number in the dataset."""
 
-    @abstractmethod
+    def __init__(self, message: str, sample: int) -> None:
+        super().__init__(message)
+        self.sample = sample
+
+
+@dataclass(frozen=True, eq=False)
+class ComposedSteps:
+    """The batches of an epoch in the order of its steps, flat as in `Plan`.
+
+    Attributes:
+        indices: samples, [emitted] int64.
+        offsets: [num_batches + 1] int64; num_batches is a multiple of the batches in a step.
+        left_out: samples that found no place because there were too few for another step.
+    """
+
+    indices: IntArray
+    offsets: IntArray
+    left_out: int
+
+
+class LengthBatchSampler:
+    """Makes the plan of an epoch; subclasses say only how its batches are composed.
+
+    Attributes:
+        pads: whether a batch is padded to its longest sample, or a row of samples behind each other (packed).
+    """
+
+    pads = True
+
     def compose(
         self, lengths: IntArray, anchors: IntArray, limits: BatchLimits, rng: np.random.Generator
     ) -> tuple[IntArray, IntArray]:
@@ -125,8 +154,43 @@ class LengthBatchSampler(ABC):
         Returns:
             order: a permutation of 0..N-1, [N] int64.
             offsets: where batches begin in `order`, and N, [num_batches + 1] int64. The order of the batches is free:
-                `plan` shuffles it.
+                `compose_steps` shuffles it.
         """
+        raise NotImplementedError
+
+    def compose_steps(
+        self,
+        lengths: IntArray,
+        anchors: IntArray,
+        limits: BatchLimits,
+        rng: np.random.Generator,
+        batches_per_step: int,
+    ) -> ComposedSteps:
+        """Batches in the order of the steps: those of `compose`, as many as the steps need, shuffled.
+
+        Args:
+            lengths: tokens, [N] int64; those over the budget (`too_long=alone`) get a batch of their own.
+            anchors: the most anchors a sample brings, [N] int64.
+            limits: what a batch may hold.
+            rng: this epoch's own generator; the only source of chance.
+            batches_per_step: world_size * accumulate.
+        """
+        fits = lengths <= limits.max_length
+        composed = np.flatnonzero(fits)
+        order, offsets = self.compose(lengths[composed], anchors[composed], limits, rng)
+        indices = np.concatenate([composed[order], np.flatnonzero(~fits)])
+        offsets = np.concatenate([offsets, np.arange(offsets[-1] + 1, len(indices) + 1)])
+        offsets = split_batches(offsets, multiple=batches_per_step)
+
+        sizes = np.diff(offsets)
+        batch_order = rng.permutation(len(sizes))
+        left_out = 0
+        if excess := len(sizes) % batches_per_step:
+            # Smallest first; among equals the shuffle decides, so that no sample is left out in every epoch.
+            smallest = np.argsort(sizes[batch_order], kind="stable")[:excess]
+            left_out = int(sizes[batch_order[smallest]].sum())
+            batch_order = np.delete(batch_order, smallest)
+        return ComposedSteps(*take_batches(indices, offsets, batch_order), left_out)
 
     def plan(
         self,
@@ -156,8 +220,8 @@ class LengthBatchSampler(ABC):
             accumulate: batches of each rank to one optimizer step, >= 1.
 
         Raises:
-            ValueError: arguments out of range; a sample over the budget under `too_long=error`; too few samples for one
-                optimizer step.
+            TooLongError: a sample is over the budget under `too_long=error`.
+            ValueError: arguments out of range; too few samples for one optimizer step.
         """
         for name, value, minimum in (
             ("seed", seed, 0),
@@ -173,7 +237,7 @@ class LengthBatchSampler(ABC):
 
         fits = lengths <= limits.max_length
         if limits.too_long == "error" and not fits.all():
-            raise ValueError(_too_long_message(lengths, limits))
+            raise TooLongError(_too_long_message(lengths, limits), int(lengths.argmax()))
         dropped = {}
         if limits.too_long == "drop" and not fits.all():
             dropped["too_long"] = int(np.count_nonzero(~fits))
@@ -188,28 +252,18 @@ class LengthBatchSampler(ABC):
 
         planned = limits.planned_lengths(lengths)
         anchors = limits.planned_anchors(num_anchorable)
-        composed = np.flatnonzero(planned <= limits.max_length)
-        order, offsets = self.compose(planned[composed], anchors[composed], limits, rng)
-        indices = composed[order]
-        if limits.too_long == "alone":
-            indices = np.concatenate([indices, np.flatnonzero(~fits)])
-            offsets = np.concatenate([offsets, np.arange(offsets[-1] + 1, len(indices) + 1)])
-        offsets = split_batches(offsets, multiple=batches_per_step)
-
-        sizes = np.diff(offsets)
-        batch_order = rng.permutation(len(sizes))
-        excess = len(sizes) % batches_per_step
-        if excess:
-            # Smallest first; among equals the shuffle decides, so that no sample is left out in every epoch.
-            left_out = np.argsort(sizes[batch_order], kind="stable")[:excess]
-            dropped["incomplete_step"] = int(sizes[batch_order[left_out]].sum())
-            batch_order = np.delete(batch_order, left_out)
-        if limits.probe_first and epoch == 0:
-            padded_tokens = np.maximum.reduceat(limits.padded_lengths(planned[indices]), offsets[:-1]) * sizes
-            num_anchors = np.add.reduceat(anchors[indices], offsets[:-1])
-            most_expensive = np.lexsort((num_anchors[batch_order], padded_tokens[batch_order]))[-1]
-            batch_order[[0, most_expensive]] = batch_order[[most_expensive, 0]]
-        indices, offsets = take_batches(indices, offsets, batch_order)
+        usable = np.flatnonzero(fits) if limits.too_long == "drop" else np.arange(num_samples)
+        steps = self.compose_steps(planned[usable], anchors[usable], limits, rng, batches_per_step)
+        if steps.left_out:
+            dropped["incomplete_step"] = steps.left_out
+        indices, offsets = usable[steps.indices], steps.offsets
+        if limits.probe_first and epoch == 0 and len(indices):
+            first = most_expensive_first(
+                self.computed_tokens(planned[indices], offsets, limits),
+                np.add.reduceat(anchors[indices], offsets[:-1]),
+                batches_per_step,
+            )
+            indices, offsets = take_batches(indices, offsets, first)
         return Plan(
             indices=indices,
             offsets=offsets,
@@ -218,7 +272,35 @@ class LengthBatchSampler(ABC):
             truncated=int(np.count_nonzero(planned[indices] < lengths[indices])),
             world_size=world_size,
             accumulate=accumulate,
+            packed=not self.pads,
         )
+
+    def computed_tokens(self, lengths: IntArray, offsets: IntArray, limits: BatchLimits) -> IntArray:
+        """Tokens that each batch computes, padding included, [num_batches] int64.
+
+        Args:
+            lengths: tokens of the samples in the plan's order, [emitted] int64.
+            offsets: where batches begin, [num_batches + 1] int64.
+            limits: give the padding.
+        """
+        if self.pads:
+            return np.maximum.reduceat(limits.padded_lengths(lengths), offsets[:-1]) * np.diff(offsets)
+        return limits.padded_lengths(np.add.reduceat(lengths, offsets[:-1]))
+
+
+def most_expensive_first(tokens: IntArray, anchors: IntArray, batches_per_step: int) -> IntArray:
+    """An order of the batches in which the most expensive one is the first of all; steps stay together.
+
+    Args:
+        tokens: that each batch computes, [num_batches] int64.
+        anchors: of each batch, [num_batches] int64; they decide among equals.
+        batches_per_step: neighbours that make a step.
+    """
+    order = np.arange(len(tokens)).reshape(-1, batches_per_step)
+    step, place = divmod(int(np.lexsort((anchors, tokens))[-1]), batches_per_step)
+    order[[0, step]] = order[[step, 0]]
+    order[0, [0, place]] = order[0, [place, 0]]
+    return order.ravel()
 
 
 def _too_long_message(lengths: IntArray, limits: BatchLimits) -> str:

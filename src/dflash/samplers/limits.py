@@ -17,7 +17,8 @@ class BatchLimits:
     """What one batch may hold (config group `batch`); the same for every sampler.
 
     Attributes:
-        token_budget: bounds (longest sample of the batch, rounded up to `pad_multiple`) * (number of samples).
+        token_budget: bounds (longest sample of the batch, rounded up to `pad_multiple`) * (number of samples); in
+            packed rows, the sum of the lengths, rounded up.
         pad_multiple: a batch's padded length is a multiple of this.
         anchors_per_sample: at most so many anchors are drawn from one sample.
         anchor_budget: bounds the anchors of a batch, None for no bound.
