@@ -14,13 +14,15 @@ def test_a_block_in_training_is_the_block_of_step_by_step_decoding_with_a_kv_cac
     assert batch.hidden is not None
     token_ids = torch.full((6, 4), MASK_ID)
     token_ids[:, 0] = batch.input_ids[batch.anchor_doc, batch.anchors]
-    trained = drafter(batch.hidden, ends.embed(token_ids), batch.anchors, batch.anchor_doc)
+    trained = drafter(
+        batch.hidden, ends.embed(token_ids), batch.anchors, batch.starts[batch.anchor_doc], batch.position_ids
+    )
 
     # Decode the first text: the prefill's states first, then a few new positions a round, each projected once and kept.
     cache: list[tuple[torch.Tensor, torch.Tensor]] | None = None
     known = 0
     for n, anchor in enumerate([3, 4, 9, 13]):
-        fresh = drafter.project_context(batch.hidden[:1, known:anchor], first_position=known)
+        fresh = drafter.project_context(batch.hidden[:1, known:anchor], torch.arange(known, anchor)[None])
         if cache is None:
             cache = fresh
         else:

@@ -1,5 +1,7 @@
 """Kept states: the target's own, for the samples they belong to, within their budget."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,9 +33,15 @@ TEXTS = {7: [5, 6, 7, 8, 9], 2: [20, 21, 22], 4: [30, 31, 32, 33]}
 class CountingTarget(FrozenTarget):
     passes = 0
 
-    def hidden_states(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def hidden_states(self, input_ids: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
         self.passes += 1
-        return super().hidden_states(input_ids)
+        return super().hidden_states(input_ids, cu_seqlens)
+
+
+def opened(target: FrozenTarget, cache_gib: float = 0.0) -> InlinePlacement:
+    placement = InlinePlacement(cache_gib)
+    placement.open(target)
+    return placement
 
 
 def epochs() -> list[Batch]:
@@ -45,7 +53,7 @@ def epochs() -> list[Batch]:
 def test_the_second_epoch_gets_the_states_of_the_first_without_a_pass_through_the_target() -> None:
     # In float64: these wide random weights magnify float32's rounding in other company to 1e-3.
     target = CountingTarget(build_tiny_model().double(), [0, 1])
-    batches = list(InlinePlacement(target, cache_gib=1).feed(epochs()))
+    batches = list(opened(target, cache_gib=1).feed(epochs()))
     assert target.passes == 2
     alone = FrozenTarget(build_tiny_model().double(), [0, 1])
     for batch in batches:
@@ -59,13 +67,13 @@ def test_the_second_epoch_gets_the_states_of_the_first_without_a_pass_through_th
 
 def test_without_a_cache_every_batch_passes_through_the_target() -> None:
     target = CountingTarget(build_tiny_model(), [0])
-    list(InlinePlacement(target).feed(epochs()))
+    list(opened(target).feed(epochs()))
     assert target.passes == 4
 
 
 def test_training_and_validation_samples_of_the_same_number_are_not_mixed_up() -> None:
     target = CountingTarget(build_tiny_model(), [0])
-    placement = InlinePlacement(target, cache_gib=1)
+    placement = opened(target, cache_gib=1)
     list(placement.feed([make_batch({0: TEXTS[7]}, 5)]))
     (other,) = placement.feed([make_batch({0: TEXTS[4] + [9]}, 5)])
     assert target.passes == 2
@@ -86,6 +94,31 @@ def test_no_more_is_kept_than_the_budget_and_the_rest_is_computed() -> None:
     assert cache.find(epochs()[3]) is not None
 
 
+def test_states_kept_of_padded_batches_serve_a_packed_one_and_the_other_way_round() -> None:
+    target = CountingTarget(build_tiny_model().double(), [0, 1])
+    padded = make_batch({7: TEXTS[7], 2: TEXTS[2]}, 8)
+    row = make_batch({0: [*TEXTS[2], *TEXTS[7], 0]}, 9)
+    packed = replace(
+        row,
+        lengths=torch.tensor([3, 5]), sample_ids=torch.tensor([2, 7]), cu_seqlens=torch.tensor([0, 3, 8]).int(),
+    )  # fmt: skip
+    for first, second in ((padded, packed), (packed, padded)):
+        target.passes = 0
+        of_first, of_second = opened(target, cache_gib=1).feed([first, second])
+        assert target.passes == 1
+        assert of_first.hidden is not None
+        assert of_second.hidden is not None
+        by_id = [
+            {
+                int(i): batch.hidden.flatten(0, 1)[start : start + n]
+                for i, start, n in zip(batch.sample_ids, batch.starts, batch.lengths, strict=True)
+            }
+            for batch in (of_first, of_second)
+        ]
+        for sample_id in (7, 2):
+            torch.testing.assert_close(by_id[0][sample_id], by_id[1][sample_id])
+
+
 def test_a_sample_cut_to_another_length_is_not_taken_for_the_kept_one() -> None:
     target = FrozenTarget(build_tiny_model(), [0])
     cache = StateCache(2**20)
@@ -98,4 +131,4 @@ def test_a_sample_cut_to_another_length_is_not_taken_for_the_kept_one() -> None:
 @pytest.mark.parametrize("value", [-1, "4", True, float("nan")])
 def test_a_size_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"placement\.cache_gib="):
-        InlinePlacement(FrozenTarget(build_tiny_model(), [0]), value)  # type: ignore[arg-type]
+        InlinePlacement(value)  # type: ignore[arg-type]

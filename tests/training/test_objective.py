@@ -152,7 +152,7 @@ def test_supervision_stops_at_the_first_unsupervised_or_out_of_range_position(
     mask: str, anchor: int, expected: list[bool]
 ) -> None:
     batch = make_batch([mask], [[anchor]])
-    labels, supervised = block_labels(batch.input_ids, batch.loss_mask, batch.anchors, batch.anchor_doc, 4)
+    labels, supervised = block_labels(batch, batch.anchors, batch.anchor_doc, 4)
     assert supervised[0].tolist() == expected
     for k in range(1, 4):
         if expected[k - 1]:

@@ -48,7 +48,8 @@ class BlockDrafter:
         """Append captured target states of the positions that follow, [1, P, L * H]."""
         num_read = self.context[0][0].shape[1] if self.context else 0
         with self.precision():
-            new = self.drafter.project_context(hidden, first_position=num_read)
+            positions = num_read + torch.arange(hidden.shape[1], device=hidden.device)
+            new = self.drafter.project_context(hidden, positions[None])
         if self.context:
             new = [
                 (torch.cat([key, new_key], dim=1), torch.cat([value, new_value], dim=1))

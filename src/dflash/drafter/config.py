@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig, Qwen3Config
 
 from dflash.checks import check_integer, check_positive
+from dflash.drafter.block_attention import check_backend
 from dflash.target.frozen import check_layer_ids, spaced_layer_ids
 
 
@@ -24,6 +25,7 @@ class DrafterOptions:
         num_key_value_heads: key and value heads.
         head_dim: width of a head.
         rope_theta: base of the rotary embedding.
+        attention: how blocks attend in training, see `dflash.drafter.block_attention`; no part of what is trained.
     """
 
     block_size: int
@@ -35,17 +37,19 @@ class DrafterOptions:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rope_theta: float | None = None
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         minimum = {"block_size": 2, "num_layers": 1, "num_captured": 1}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "target_layer_ids" or (value is None and field.name not in minimum):
+            if field.name in ("target_layer_ids", "attention") or (value is None and field.name not in minimum):
                 continue
             if field.name != "rope_theta":
                 check_integer(f"drafter.{field.name}", value, minimum.get(field.name, 1))
             else:
                 check_positive("drafter.rope_theta", value)
+        check_backend(self.attention)
 
 
 def drafter_config(options: DrafterOptions, target: PretrainedConfig, mask_token_id: int) -> Qwen3Config:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
-from dflash.drafter.block_attention import BlockAttention, DenseBlockAttention, attend_to_all
+from dflash.drafter.block_attention import BlockAttention, attend_to_all, block_attention, check_backend
 
 ContextKV = list[tuple[Tensor, Tensor]]  # a layer's keys and values, each [B, S, key heads, head_dim]
 
@@ -21,11 +21,13 @@ class DFlashDrafter(nn.Module):
 
     Args:
         config: the published config.json (see `dflash.drafter.config`).
+        attention_backend: how blocks attend in training: auto, grouped or dense (see `dflash.drafter.block_attention`).
     """
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Qwen3Config, attention_backend: str = "auto") -> None:
         super().__init__()
         self.config = config
+        self.attention_backend = check_backend(attention_backend)
         self.block_size: int = config.block_size
         dflash_config: dict[str, Any] = config.dflash_config
         self.mask_token_id: int = dflash_config["mask_token_id"]
@@ -51,51 +53,64 @@ class DFlashDrafter(nn.Module):
         """
         self.norm.weight.fill_(float(head.float().pow(2).sum(dim=1).mean().rsqrt()))
 
-    def forward(self, hidden: Tensor, block_embeddings: Tensor, anchors: Tensor, anchor_doc: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        block_embeddings: Tensor,
+        anchors: Tensor,
+        starts: Tensor,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """States of every slot of every block.
 
         Args:
             hidden: captured target states, [B, S, L * H].
             block_embeddings: slot 0 the anchor's token, the rest the mask token, [N, K, H].
-            anchors: position of each block's anchor, [N] int64.
-            anchor_doc: row in 0..B-1 of each block, ascending, [N] int64.
+            anchors: position of each block's anchor in its document, [N] int64.
+            starts: where each block's document begins among the B * S positions, ascending, [N] int64.
+            position_ids: of the context in its documents, [1, S] int64; None where every row is a document.
 
         Returns:
             [N, K, H], final norm applied: what the target's LM head reads.
         """
-        return self.denoise(block_embeddings, self.project_context(hidden), anchors, anchor_doc)
+        return self.denoise(block_embeddings, self.project_context(hidden, position_ids), anchors, starts)
 
-    def project_context(self, hidden: Tensor, first_position: int = 0) -> ContextKV:
+    def project_context(self, hidden: Tensor, position_ids: Tensor | None = None) -> ContextKV:
         """Keys and values of the context, for every layer: what a KV cache holds.
 
         Args:
-            hidden: captured target states of consecutive positions, [B, S, L * H].
-            first_position: position of the first one.
+            hidden: captured target states, [B, S, L * H].
+            position_ids: [1, S] int64; None for 0, 1, 2, ... in every row.
 
         Returns:
             A pair for every layer, each [B, S, key heads, head_dim].
         """
         context = self.hidden_norm(self.fc(hidden.to(self.fc.weight.dtype)))
-        positions = first_position + torch.arange(hidden.shape[1], device=hidden.device)
-        rotation = rotary_angles(positions[None], self.config, context.dtype)
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        rotation = rotary_angles(position_ids, self.config, context.dtype)
         return [layer.key_value(context, rotation) for layer in self.layers]  # type: ignore[operator]
 
-    def denoise(self, block_embeddings: Tensor, context: ContextKV, anchors: Tensor, anchor_doc: Tensor) -> Tensor:
+    def denoise(self, block_embeddings: Tensor, context: ContextKV, anchors: Tensor, starts: Tensor) -> Tensor:
         """States of every slot, the context being projected already.
 
         Args:
             block_embeddings: [N, K, H]; K may be smaller than in training.
             context: from `project_context`, or several of them joined along the positions.
-            anchors: [N] int64; a block sees context positions before its anchor.
-            anchor_doc: [N] int64, ascending.
+            anchors: [N] int64; a block sees the positions of its document before its anchor.
+            starts: [N] int64, ascending: where its document begins among the B * S positions.
 
         Returns:
             [N, K, H], final norm applied.
         """
-        num_slots = block_embeddings.shape[1]
-        num_docs, context_length = context[0][0].shape[:2]
-        attention = DenseBlockAttention(
-            anchors, anchor_doc, num_docs=num_docs, context_length=context_length, block_size=num_slots
+        num_rows, row_length = context[0][0].shape[:2]
+        attention = block_attention(
+            self.attention_backend,
+            anchors,
+            starts,
+            num_rows=num_rows,
+            row_length=row_length,
+            block_size=block_embeddings.shape[1],
         )
         return self._through_layers(block_embeddings, context, anchors, attention)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash.batch import Batch
+from dflash.checks import check_not_negative
 from dflash.placement.state_cache import StateCache
 from dflash.target.ends import TargetEnds, target_ends
 from dflash.target.frozen import FrozenTarget
@@ -15,22 +16,27 @@ class InlinePlacement:
     """One target beside the drafter.
 
     Args:
-        target: on the drafter's device.
         cache_gib: main memory for the states of samples that have been seen, see `StateCache`; 0 keeps none.
 
     Raises:
         ValueError: a negative size.
 
     Attributes:
-        ends: the target's embedding and LM head, on the drafter's device.
+        target: once `open` has been called.
+        ends: the target's embedding and LM head, on the drafter's device; once `open` has been called.
     """
 
-    def __init__(self, target: FrozenTarget, cache_gib: float = 0.0) -> None:
-        if isinstance(cache_gib, bool) or not isinstance(cache_gib, int | float) or not cache_gib >= 0:
-            raise ValueError(f"placement.cache_gib={cache_gib!r}: expected a number of GiB, 0 or more.")
-        self.target = target
+    target: FrozenTarget
+    ends: TargetEnds
+
+    def __init__(self, cache_gib: float = 0.0) -> None:
+        check_not_negative("placement.cache_gib", cache_gib)
         self.cache_bytes = int(cache_gib * 2**30)
-        self.ends: TargetEnds = target_ends(target.model)
+
+    def open(self, target: FrozenTarget) -> None:
+        """Take the target in. It is the last thing that a run loads, so that mistakes in all else show before."""
+        self.target = target
+        self.ends = target_ends(target.model)
 
     def feed(self, loader: Iterable[Batch]) -> "FedLoader":
         """The loader's batches in its order, each with the target's hidden states."""
@@ -51,7 +57,7 @@ class FedLoader:
             fed = batch.to(self.target.device)
             fed.hidden = self.cache.find(fed)
             if fed.hidden is None:
-                fed.hidden = self.target.hidden_states(fed.input_ids)
+                fed.hidden = self.target.hidden_states(fed.input_ids, fed.cu_seqlens)
                 self.cache.keep(fed)
             yield fed
 

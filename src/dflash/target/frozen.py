@@ -1,12 +1,15 @@
 """The frozen target: reads tokens, gives the hidden states that the drafter is conditioned on."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dflash.batch import packed_position_ids
+from dflash.target.varlen import packed_attention
 
 
 class _LastLayerReachedError(Exception):
@@ -37,20 +40,54 @@ class FrozenTarget:
         self.layer_ids = tuple(layer_ids)
         self.device = torch.device(device)
 
-    def hidden_states(self, input_ids: Tensor) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """States of the captured layers, concatenated.
 
         Args:
             input_ids: [B, S] int64. Padding must stand on the right: the target is causal, so it changes no real
                 position, and needs no mask.
+            cu_seqlens: [D + 1] int32: the one row of `input_ids` holds D samples behind each other, which begin there;
+                each is read as if it were alone. None: a sample a row.
 
         Returns:
             [B, S, L * H] in the target's dtype.
         """
+        inputs = {"input_ids": input_ids.to(self.device)}
+        attention: AbstractContextManager[None] = nullcontext()
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.to(self.device)
+            inputs["position_ids"] = packed_position_ids(cu_seqlens, input_ids.shape[1])
+            attention = packed_attention(self.model, cu_seqlens)
         # no_grad and not inference_mode: tensors made in inference mode can not be saved for the drafter's backward.
-        with torch.no_grad(), self.capturing(stop_after_last=True) as captured:
-            self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False)
+        with torch.no_grad(), attention, self.capturing(stop_after_last=True) as captured:
+            self.model.base_model(**inputs, use_cache=False)
         return self.joined(captured)
+
+    def check_packing(self) -> None:
+        """Make sure that samples behind each other in a row are read as if each were alone.
+
+        Raises:
+            ValueError: this architecture's are not (its state crosses samples, or its attention is of another kind).
+        """
+        config = self.model.config.get_text_config()
+        if getattr(self.model, "_is_stateful", False):  # transformers' mark of recurrent layers
+            raise ValueError(_no_packing_text(config.model_type, "it keeps a state that crosses from sample to sample"))
+        lengths = [5, 3, 9]
+        ids = (torch.arange(2 * sum(lengths), device=self.device) % config.vocab_size).view(2, -1)
+        ids[1, lengths[0] :] = ids[0, lengths[0] :]  # the same samples behind another first one
+        cu_seqlens = torch.tensor([0, *lengths], device=self.device).cumsum(0).int()
+        try:
+            packed, behind_another = (self.hidden_states(row[None], cu_seqlens).double() for row in ids)
+        except (NotImplementedError, KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(_no_packing_text(config.model_type, f"its attention needs {error}")) from error
+        alone = torch.cat([self.hidden_states(part) for part in ids[:1].split(lengths, dim=1)], dim=1).double()
+        # Position by position: some have states a thousand times larger than the others.
+        from_alone = ((packed - alone).norm(dim=-1) / alone.norm(dim=-1)).max()
+        from_company = ((packed - behind_another).norm(dim=-1) / alone.norm(dim=-1))[:, lengths[0] :].max()
+        # Other shapes round otherwise; another company of the same shape hardly does.
+        epsilon = torch.finfo(self.model.dtype).eps
+        if from_alone > max(16 * epsilon, 1e-3) or from_company > max(4 * epsilon, 1e-5):
+            raise ValueError(_no_packing_text(config.model_type, "its samples are not read as if each were alone"))
 
     @contextmanager
     def capturing(self, *, stop_after_last: bool = False) -> Iterator[dict[int, Tensor]]:
@@ -73,6 +110,13 @@ class FrozenTarget:
     def joined(self, captured: dict[int, Tensor]) -> Tensor:
         """Captured states, each [B, S, H], as the drafter reads them: [B, S, L * H]."""
         return torch.cat([captured[i] for i in self.layer_ids], dim=-1)
+
+
+def _no_packing_text(model_type: str, reason: str) -> str:
+    return (
+        f"sampler=packed is not exact for targets of the architecture {model_type}: {reason}. Choose a sampler that "
+        "pads, for example sampler=bucketed."
+    )
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

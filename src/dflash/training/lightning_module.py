@@ -65,10 +65,6 @@ class DFlashModule(LightningModule):
         walk_blocks_per_doc: int = 32,
     ) -> None:
         super().__init__()
-        if isinstance(warmup_fraction, bool) or not isinstance(warmup_fraction, int | float):
-            raise ValueError(f"optimizer.warmup_fraction={warmup_fraction!r}: expected a number in 0..1.")
-        if not 0 <= warmup_fraction <= 1:
-            raise ValueError(f"optimizer.warmup_fraction={warmup_fraction}: expected a number in 0..1.")
         self.drafter = drafter
         self.ends = ends
         self.objective = objective
@@ -89,9 +85,11 @@ class DFlashModule(LightningModule):
         """Draft the batch's blocks and sum their loss. N must be 1 or more."""
         assert batch.hidden is not None, "the placement adds hidden states"
         drafter, where = self.drafter, (batch.anchors, batch.anchor_doc)
-        token_ids = block_token_ids(batch.input_ids, *where, drafter.block_size, drafter.mask_token_id)
-        labels, supervised = block_labels(batch.input_ids, batch.loss_mask, *where, drafter.block_size)
-        states = drafter(batch.hidden, self.ends.embed(token_ids), *where)
+        token_ids = block_token_ids(batch, *where, drafter.block_size, drafter.mask_token_id)
+        labels, supervised = block_labels(batch, *where, drafter.block_size)
+        states = drafter(
+            batch.hidden, self.ends.embed(token_ids), batch.anchors, batch.starts[batch.anchor_doc], batch.position_ids
+        )
         return self.objective(states, labels, supervised, self.ends)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash.batch import Batch
 from dflash.checks import check_integer, check_positive
 from dflash.target.ends import TargetEnds
 
@@ -46,47 +47,42 @@ def matched_prefix(correct: Tensor) -> Tensor:
     return correct.long().cumprod(dim=1).sum(dim=1)
 
 
-def block_token_ids(
-    input_ids: Tensor, anchors: Tensor, anchor_doc: Tensor, block_size: int, mask_token_id: int
-) -> Tensor:
+def block_token_ids(batch: Batch, anchors: Tensor, anchor_doc: Tensor, block_size: int, mask_token_id: int) -> Tensor:
     """What a block starts from: the anchor's token in slot 0, the mask token in all others.
 
     Args:
-        input_ids: [B, S] int64.
-        anchors: [N] int64.
-        anchor_doc: [N] int64.
+        batch: holds the tokens.
+        anchors: [N] int64, positions in their samples.
+        anchor_doc: [N] int64, their samples.
         block_size: K.
         mask_token_id: fills slots 1..K-1.
 
     Returns:
         [N, K] int64.
     """
-    token_ids = input_ids.new_full((len(anchors), block_size), mask_token_id)
-    token_ids[:, 0] = input_ids[anchor_doc, anchors]
+    token_ids = batch.input_ids.new_full((len(anchors), block_size), mask_token_id)
+    token_ids[:, 0] = batch.input_ids.flatten()[batch.starts[anchor_doc] + anchors]
     return token_ids
 
 
-def block_labels(
-    input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, anchor_doc: Tensor, block_size: int
-) -> tuple[Tensor, Tensor]:
+def block_labels(batch: Batch, anchors: Tensor, anchor_doc: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Labels of slots 1..K-1 and where they exist.
 
     Args:
-        input_ids: [B, S] int64.
-        loss_mask: [B, S] bool, false on padding.
-        anchors: [N] int64.
-        anchor_doc: [N] int64.
+        batch: holds tokens and loss mask.
+        anchors: [N] int64, positions in their samples.
+        anchor_doc: [N] int64, their samples.
         block_size: K.
 
     Returns:
         labels [N, K - 1] int64 and supervised [N, K - 1] bool. A block's supervision ends at its first false.
     """
     positions = anchors[:, None] + torch.arange(1, block_size, device=anchors.device)
-    in_range = positions < input_ids.shape[1]
-    positions = positions.clamp(max=input_ids.shape[1] - 1)
-    row = anchor_doc[:, None]
-    supervised = (in_range & loss_mask[row, positions]).long().cumprod(dim=1).bool()
-    return input_ids[row, positions], supervised
+    length = batch.lengths[anchor_doc][:, None]
+    # Beyond the end of a sample lies another one, or nothing.
+    flat = batch.starts[anchor_doc][:, None] + torch.minimum(positions, length - 1)
+    supervised = (positions < length) & batch.loss_mask.flatten()[flat]
+    return batch.input_ids.flatten()[flat], supervised.long().cumprod(dim=1).bool()
 
 
 class CrossEntropyObjective:

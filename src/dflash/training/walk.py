@@ -30,18 +30,19 @@ def walk_batch(
         tokens [B] int64 and rounds [B] int64 of each sample, on the CPU.
     """
     assert batch.hidden is not None, "the placement adds hidden states"
+    assert batch.cu_seqlens is None, "validation batches are padded"
     anchorable = batch.loss_mask.clone()
     anchorable[:, :-1] &= batch.loss_mask[:, 1:]
     anchorable[:, -1] = False
     rank_in_doc = anchorable.long().cumsum(dim=1) - 1
     matched = torch.zeros_like(batch.input_ids)
-    context = drafter.project_context(batch.hidden)
+    context = drafter.project_context(batch.hidden, batch.position_ids)
     for first in range(0, int(anchorable.sum(dim=1).max()), blocks_at_a_time_per_doc):
         chosen = anchorable & (rank_in_doc >= first) & (rank_in_doc < first + blocks_at_a_time_per_doc)
         doc, anchors = chosen.nonzero(as_tuple=True)
-        tokens = block_token_ids(batch.input_ids, anchors, doc, drafter.block_size, drafter.mask_token_id)
-        states = drafter.denoise(ends.embed(tokens), context, anchors, doc)
-        labels, supervised = block_labels(batch.input_ids, batch.loss_mask, anchors, doc, drafter.block_size)
+        tokens = block_token_ids(batch, anchors, doc, drafter.block_size, drafter.mask_token_id)
+        states = drafter.denoise(ends.embed(tokens), context, anchors, batch.starts[doc])
+        labels, supervised = block_labels(batch, anchors, doc, drafter.block_size)
         matched[doc, anchors] = greedy_matches(states, labels, supervised, ends)
     walked = [
         walk(matched_of_doc, mask)
