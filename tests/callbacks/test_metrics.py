@@ -1,6 +1,8 @@
 """What callbacks log, against the same figures recomputed from single samples."""
 
 import functools
+import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,10 +17,11 @@ from lightning.pytorch.loggers import Logger
 from dflash.batch import Batch
 from dflash.callbacks.gradient_norm import GradientNorm
 from dflash.callbacks.length_buckets import LengthBuckets
+from dflash.callbacks.mixing import Mixing
 from dflash.callbacks.padding import Padding
 from dflash.callbacks.throughput import Throughput
 from dflash.callbacks.training_metrics import TrainingMetrics
-from dflash.data.datamodule import DFlashDataModule
+from dflash.data.datamodule import DFlashDataModule, ValidationBatches
 from dflash.data.schedule import TrainingSchedule
 from dflash.metric_names import by_length, length_bucket
 from dflash.samplers.full_shuffle import FullShuffleSampler
@@ -79,7 +82,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     train, val = token_datasets(tmp_path_factory.mktemp("data"), random_rows(LENGTHS), random_rows([8, 40, 41], seed=1))
     limits = BatchLimits(token_budget=260, pad_multiple=4, anchors_per_sample=3)
     schedule = TrainingSchedule(train, FullShuffleSampler(), limits, seed=0, world_size=1, accumulate=ACCUMULATE)
-    data = DFlashDataModule(schedule, val, max_steps=STEPS, num_workers=0, feed=RandomStates)
+    data = DFlashDataModule(
+        schedule, ValidationBatches(val, schedule), max_steps=STEPS, num_workers=0, feed=RandomStates
+    )
     frozen = functools.partial(torch.optim.SGD, lr=0.0)
     module = DFlashModule(
         tiny_drafter(), tiny_ends(), CrossEntropyObjective(4, 2.0), frozen, warmup_fraction=0.0, max_steps=STEPS
@@ -89,7 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         accelerator="cpu", max_steps=STEPS, accumulate_grad_batches=ACCUMULATE, log_every_n_steps=EVERY,
         val_check_interval=STEPS * ACCUMULATE, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         logger=logger, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[TrainingMetrics(), LengthBuckets(), Padding(), GradientNorm(), Throughput(2, 1)],
+        callbacks=[TrainingMetrics(), LengthBuckets(), Padding(), Mixing(), GradientNorm(), Throughput(2, 1)],
     ).fit(module, data)  # fmt: skip
     batches = list(RandomStates(data.train_dataloader()))
     steps = [batches[i : i + ACCUMULATE] for i in range(0, len(batches), ACCUMULATE)]
@@ -128,6 +133,18 @@ def test_loss_accuracy_and_acceptance_are_sums_over_counts_of_the_interval(run: 
         assert dict(points["train/loss"])[end] == pytest.approx(loss / weight, rel=1e-9)
         assert dict(points["train/accuracy"])[end] == pytest.approx(hits / slots)
         assert dict(points["train/acceptance_length"])[end] == pytest.approx(1 + matched / count)
+
+
+def test_mixing_is_the_between_step_share_of_the_interval_over_that_of_chance(run: Run) -> None:
+    points, steps, _ = run
+    for end in range(EVERY, STEPS + 1, EVERY):
+        logs = [[math.log(n) for batch in step for n in batch.lengths.tolist()] for step in steps[end - EVERY : end]]
+        everything = [x for step in logs for x in step]
+        mean = statistics.fmean(everything)
+        total = sum((x - mean) ** 2 for x in everything)
+        between = sum(len(step) * (statistics.fmean(step) - mean) ** 2 for step in logs)
+        chance = (EVERY - 1) / (len(everything) - 1)
+        assert dict(points["mixing/eta2_ratio"])[end] == pytest.approx(between / total / chance, rel=1e-9)
 
 
 def test_loss_by_length_has_the_buckets_of_the_interval_and_no_other(run: Run) -> None:

@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 
 def plot_evaluation(figures: dict[str, Any], path: Path) -> None:
@@ -64,7 +66,7 @@ def plot_sweep(rows: list[dict[str, Any]], swept: list[str], path: Path) -> None
     panels = {
         "real_tokens_per_s": ("Throughput", "real tokens/s", "{:,.0f}"),
         "padding_ratio": ("Padding", "share of computed tokens", "{:.1%}"),
-        "loss_variance_explained_by_length": ("Loss explained by length", "share of its changes", "{:.0%}"),
+        "eta2_ratio": ("Mixing: 1 is chance", "eta2_ratio", "{:.1f}"),
         "val_loss": ("Validation loss", "loss", "{:.3f}"),
         "val_acceptance_length": ("Held-out acceptance length", "tokens a round", "{:.3f}"),
     }
@@ -110,4 +112,74 @@ def plot_curves(runs: dict[str, dict[str, list[tuple[int, float]]]], tags: list[
     if shown:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3))
+    figure.savefig(path, dpi=110)
+
+
+def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw a bench: real tokens a second by sampler, a panel for each part of the step.
+
+    Args:
+        rows: lines of `bench.csv`, their case `<part>/<sampler>`.
+        path: of the PNG.
+    """
+    parts = list(dict.fromkeys(row["case"].partition("/")[0] for row in rows))
+    figure = Figure(figsize=(4 * len(parts), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+        of_part = [row for row in rows if row["case"].startswith(f"{part}/")]
+        names = [row["case"].partition("/")[2] for row in of_part]
+        bars = axes.bar(names, [row["real_tokens_per_s"] for row in of_part], color="#3b6ea5")
+        labels = [
+            f"{row['real_tokens_per_s']:,.0f}"
+            + (f"\n{row['ratio_to_sorted']:.2f} of sorted" if row["ratio_to_sorted"] is not None else "")
+            + f"\n{row['share_of_peak']:.0%} of peak"
+            for row in of_part
+        ]
+        axes.bar_label(bars, labels=labels, padding=2, fontsize=8)
+        axes.margins(y=0.2)
+        axes.set(title=part, ylabel="real tokens/s")
+    figure.savefig(path, dpi=110)
+
+
+def plot_plan(rows: list[dict[str, Any]], lengths: NDArray[np.int64], bounds: dict[str, list[int]], path: Path) -> None:
+    """Draw what samplers trade: mixing against speed, and where their buckets end among the lengths.
+
+    Args:
+        rows: lines of `plan.csv`.
+        lengths: of the samples, tokens, [N] int64.
+        bounds: of the bucketed samplers among them, the longest length of every bucket.
+        path: of the PNG.
+    """
+    figure = Figure(figsize=(13, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    trade, histogram = figure.subplots(1, 2)
+    column = "relative_throughput" if rows[0]["relative_throughput"] is not None else "tokens_per_cost"
+    for number, row in enumerate(rows):
+        if row["eta2_ratio"] is None:
+            continue
+        colour = f"C{number}"
+        trade.scatter(row["eta2_ratio"], row[column], s=60, color=colour, label=row["sampler"])
+    trade.set_xscale("log")
+    trade.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+    trade.set(
+        title="Mixing against speed: up and to the left is better",
+        xlabel="eta2_ratio: variance of length between optimizer steps, 1 is chance",
+        ylabel="throughput, sorted = 1" if column == "relative_throughput" else "real tokens by unit of cost",
+    )
+    trade.set_ylim(bottom=0)
+    trade.grid(alpha=0.3)
+    trade.legend(fontsize=8, loc="center")
+
+    edges = np.geomspace(max(lengths.min(), 1), lengths.max() + 1, 60)
+    histogram.hist(lengths, bins=edges.tolist(), color="#c9d4e3")
+    histogram.set_xscale("log")
+    top = histogram.get_ylim()[1]
+    for place, (name, of_sampler) in enumerate(bounds.items()):
+        number = next(i for i, row in enumerate(rows) if row["sampler"] == name)
+        height = top * (1.04 + 0.07 * place)
+        histogram.plot(of_sampler, [height] * len(of_sampler), "|", markersize=9, color=f"C{number}", label=name)
+    histogram.set(title="Lengths, and where buckets end", xlabel="tokens", ylabel="samples")
+    if bounds:
+        histogram.legend(fontsize=8, loc="upper right")
+        histogram.set_ylim(top=top * (1.1 + 0.07 * len(bounds) + 0.25))
     figure.savefig(path, dpi=110)

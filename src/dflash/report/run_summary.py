@@ -15,6 +15,7 @@ SUMMARY_NAME = "summary.json"
 FIGURES = {
     "real_tokens_per_s": ("throughput", "real_tokens_per_s"),
     "padding_ratio": ("padding_ratio",),
+    "eta2_ratio": ("eta2_ratio",),
     "loss_variance_explained_by_length": ("loss_variance_explained_by_length",),
     "gradient_spikes": ("spikes", "gradient"),
     "loss_spikes": ("spikes", "loss"),
@@ -76,6 +77,7 @@ class RunSummary:
         num_empty_steps: int,
         throughput: Mapping[str, float] | None,
         spikes: Mapping[str, int] | None,
+        eta2_ratio: float | None,
         loss_variance_explained_by_length: float | None,
         interrupted_by: str | None,
     ) -> str:
@@ -89,6 +91,8 @@ class RunSummary:
             num_empty_steps: optimizer steps that had nothing to learn from.
             throughput: rates since the warm-up steps of this process; None where it was too short.
             spikes: counts over the whole run; None where nobody looked.
+            eta2_ratio: how lengths mix in its optimizer steps, 1 as chance would (`dflash.mixing`); None where one
+                cannot tell.
             loss_variance_explained_by_length: share in 0..1 of the step loss's ups and downs.
             interrupted_by: the signal that ended the run early, if one did.
         """
@@ -111,6 +115,7 @@ class RunSummary:
             "padding_ratio": (padded_tokens - totals["real_tokens"]) / padded_tokens if padded_tokens else None,
             "throughput": dict(throughput) if throughput else None,
             "spikes": dict(spikes) if spikes is not None else None,
+            "eta2_ratio": eta2_ratio,
             "loss_variance_explained_by_length": loss_variance_explained_by_length,
             "train": {
                 "loss": _number(metrics, metric_names.TRAIN_LOSS),
@@ -157,6 +162,8 @@ class RunSummary:
             text += f", steps skipped {spikes['skipped_steps']}" if spikes["skipped_steps"] else ""
             text += f"  (who was in them: {self.path.parent / 'spikes.jsonl'})" if any(spikes.values()) else ""
             lines.append(("spikes", text))
+        mixing = _format(content["eta2_ratio"], "{:.1f}  (variance of length between steps; 1 is what chance gives)")
+        lines.append(("mixing, eta2_ratio", mixing))
         share = content["loss_variance_explained_by_length"]
         lines.append(("loss explained by length", _format(share, "{:.0%} of its changes from step to step")))
         lines.append(("train loss", _format(content["train"]["loss"], "{:.3f}  (last interval)")))

@@ -1,0 +1,233 @@
+"""What each sampler would cost and how well it would mix, before any training.
+
+    python -m dflash.plan                                         # 902,000 samples of lognormal lengths on 8 ranks
+    python -m dflash.plan data=jsonl data.path=answers.jsonl target=hf target.name=Qwen/Qwen3-8B
+    python -m dflash.plan data=sized_text batch.token_budget=4096 profile=true world_size=1 accumulate=4
+
+Writes `plan.csv` and `plan.png`, and names the fastest sampler that mixes as well as wanted, with the command line that
+trains with it.
+"""
+
+import csv
+import re
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dflash.checks import check_fraction, check_integer, check_not_negative, check_positive
+from dflash.command import command
+from dflash.config import CONF_DIR, instantiate
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from dflash.cost import CostModel
+    from dflash.samplers.base import LengthBatchSampler
+    from dflash.samplers.limits import BatchLimits
+
+# Column of plan.csv -> its shorter name on the screen, and how a figure is shown there.
+COLUMNS = {
+    "sampler": ("sampler", "{}"),
+    "real_over_padded": ("real/padded", "{:.3f}"),
+    "fill": ("fill", "{:.3f}"),
+    "steps": ("steps", "{:,}"),
+    "lost_padding": ("lost: padding", "{:.3f}"),
+    "lost_attention": ("attention", "{:.3f}"),
+    "lost_stragglers": ("stragglers", "{:.3f}"),
+    "lost_anchors": ("anchors", "{:.3f}"),
+    "rank_imbalance": ("imbalance", "{:.3f}"),
+    "eta2_ratio": ("eta2", "{:.2f}"),
+    "reuse": ("reuse", "{:.4f}"),
+    "longest_gap_steps": ("gap", "{}"),
+    "plan_seconds": ("plan s", "{:.2f}"),
+    "relative_throughput": ("throughput", "{:.3f}"),
+}
+
+
+@command("plan")
+def main(config: DictConfig) -> None:
+    """Compose, plan, report."""
+    from hydra.core.hydra_config import HydraConfig
+
+    plan(config, Path(HydraConfig.get().runtime.output_dir), list(HydraConfig.get().overrides.task))
+
+
+def plan(config: DictConfig, out_folder: Path, overrides: list[str]) -> None:
+    """Plan as `config` says and write the result below `out_folder`.
+
+    Args:
+        config: composed.
+        out_folder: exists.
+        overrides: of the command line, those that training shares are part of the advice.
+
+    Raises:
+        ValueError: something in the configuration or the data can not be; the message names it.
+    """
+    from dflash.report.plots import plot_plan
+    from dflash.report.tables import text_table
+    from dflash.samplers.bucketed import BucketedSampler
+    from dflash.samplers.choice import named_samplers
+
+    _check_options(config)
+    limits, cost = instantiate(config.batch), instantiate(config.cost)
+    if config.profile:
+        cost = _fitted(config)
+        config.cost = {**config.cost, **asdict(cost)}
+    samplers = named_samplers(config.samplers, config.cost)
+    lengths, num_anchorable = _lengths(config)
+    print(
+        f"{len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, {lengths.sum():,} in all; "
+        f"{config.world_size} ranks x {config.accumulate} batches to an optimizer step",
+        flush=True,
+    )
+    rows = []
+    for name, sampler in samplers.items():
+        rows.append(_row(config, name, sampler, lengths, num_anchorable, limits, cost))
+    reference = next((row["tokens_per_cost"] for row in rows if row["sampler"] == "sorted"), None)
+    for row in rows:
+        row["relative_throughput"] = row["tokens_per_cost"] / reference if reference else None
+    with (out_folder / "plan.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, list(COLUMNS), extrasaction="ignore")
+        table.writeheader()
+        table.writerows(rows)
+    bounds = {
+        name: sampler.bounds(limits.planned_lengths(lengths), limits).tolist()
+        for name, sampler in samplers.items()
+        if isinstance(sampler, BucketedSampler)
+    }
+    plot_plan(rows, lengths, bounds, out_folder / "plan.png")
+
+    shown = [["-" if row[c] is None else form.format(row[c]) for c, (_, form) in COLUMNS.items()] for row in rows]
+    print(f"\n{text_table([title for title, _ in COLUMNS.values()], shown)}")
+    mixed = [row for row in rows if row["eta2_ratio"] is not None and row["eta2_ratio"] <= config.wanted_eta2_ratio]
+    if mixed:
+        best = max(mixed, key=lambda row: row["tokens_per_cost"])
+        print(
+            f"\nThe fastest with eta2_ratio <= {config.wanted_eta2_ratio:g}: {best['sampler']}. To train with it:\n"
+            f"  python -m dflash.train {' '.join(train_overrides(best['sampler'], config, overrides))}"
+        )
+    else:
+        print(f"\nNone of them mixes as well as eta2_ratio <= {config.wanted_eta2_ratio:g} (wanted_eta2_ratio).")
+    print(f"\n{out_folder / 'plan.csv'}\n{out_folder / 'plan.png'}")
+
+
+# Groups and keys that mean the same to training; `batch` and `cost` are written out, since plans have other defaults.
+_SHARED_WITH_TRAINING = ("data", "target", "regenerate", "drafter", "objective", "optimizer", "cache_dir", "seed")
+
+
+def train_overrides(sampler: str, config: DictConfig, overrides: list[str]) -> list[str]:
+    """The overrides of `dflash.train` that train as planned.
+
+    Args:
+        sampler: its name, `bucketed width=1.5`.
+        config: of the plan; its cost model is the one that was planned with.
+        overrides: of the plan's command line.
+    """
+    option, *of_sampler = sampler.split()
+    chosen = [f"sampler={option}", *(f"sampler.{override}" for override in of_sampler)]
+    chosen += [o for o in overrides if re.split(r"[.=@]", o.lstrip("+~"))[0] in _SHARED_WITH_TRAINING]
+    groups = ["batch"]
+    if "cost" in OmegaConf.load(Path(CONF_DIR, "sampler", f"{option}.yaml")):
+        groups.append("cost")
+    for group in groups:
+        default = OmegaConf.load(Path(CONF_DIR, group, "default.yaml"))
+        for key, value in config[group].items():
+            if value != default[key]:
+                chosen.append(f"{group}.{key}={'null' if value is None else value}")
+    return [*chosen, f"trainer.devices={config.world_size}", f"trainer.accumulate_grad_batches={config.accumulate}"]
+
+
+def _check_options(config: DictConfig) -> None:
+    scenario = {f"scenario.{key}": config.scenario[key] for key in ("num_samples", "shortest_tokens", "longest_tokens")}
+    for key, value in {"world_size": config.world_size, "accumulate": config.accumulate, **scenario}.items():
+        check_integer(key, value, 1)
+    check_integer("seed", config.seed, 0)
+    check_positive("scenario.median_tokens", config.scenario.median_tokens)
+    check_not_negative("scenario.log_sigma", config.scenario.log_sigma)
+    check_fraction("scenario.anchorable_fraction", config.scenario.anchorable_fraction)
+    check_positive("wanted_eta2_ratio", config.wanted_eta2_ratio)
+    if config.lengths not in (None, "lognormal"):
+        raise ValueError(f"lengths={config.lengths!r} is unknown: lognormal, or null for those of data.")
+    if config.profile and not config.get("data"):
+        raise ValueError(
+            "profile=true runs the target and the drafter, so it needs samples: add data=sized_text, or your own with "
+            "data=jsonl data.path=..."
+        )
+
+
+def _lengths(config: DictConfig) -> "tuple[NDArray[Any], NDArray[Any]]":
+    """Tokens and valid anchors of every sample, each [N] int64: of the scenario, or of `data`'s training samples."""
+    import numpy as np
+
+    from dflash.lengths import lognormal_lengths
+
+    if config.lengths == "lognormal" or not config.get("data"):
+        scenario = config.scenario
+        lengths = lognormal_lengths(
+            scenario.num_samples,
+            median_tokens=scenario.median_tokens,
+            log_sigma=scenario.log_sigma,
+            shortest_tokens=scenario.shortest_tokens,
+            longest_tokens=scenario.longest_tokens,
+            seed=config.seed,
+        )
+        return lengths, (lengths * scenario.anchorable_fraction).astype(np.int64)
+
+    from dflash.benchmarks.setup import token_samples
+
+    samples = token_samples(config)
+    return samples.lengths, samples.num_anchorable
+
+
+def _fitted(config: DictConfig) -> "CostModel":
+    """The cost model of this machine, from a short run."""
+    from tqdm import tqdm
+
+    from dflash.benchmarks.fit import NUM_LENGTHS, REPEATS, SHARES, fit_cost
+    from dflash.benchmarks.setup import training_steps
+    from dflash.memory import keep_freed_memory
+
+    keep_freed_memory()
+    steps = training_steps(config)
+    with tqdm(total=NUM_LENGTHS * len(SHARES) * REPEATS, desc="profiling", unit="step") as bar:
+        cost, explained = fit_cost(steps, bar.update)
+    print(f"fitted to this machine, in seconds (explains {explained:.1%} of what the steps took):")
+    print("  " + " ".join(f"cost.{key}={value:.4g}" for key, value in asdict(cost).items()))
+    return cost
+
+
+def _row(
+    config: DictConfig,
+    name: str,
+    sampler: "LengthBatchSampler",
+    lengths: "NDArray[Any]",
+    num_anchorable: "NDArray[Any]",
+    limits: "BatchLimits",
+    cost: "CostModel",
+) -> dict[str, Any]:
+    """A line of `plan.csv`, and the `tokens_per_cost` that throughputs are compared by."""
+    from dflash.samplers.figures import plan_figures
+
+    begin = time.perf_counter()
+    plan_now, plan_next = (
+        sampler.plan(
+            lengths,
+            num_anchorable,
+            limits,
+            seed=config.seed,
+            epoch=epoch,
+            world_size=config.world_size,
+            accumulate=config.accumulate,
+        )
+        for epoch in (0, 1)
+    )
+    seconds = (time.perf_counter() - begin) / 2
+    figures = plan_figures(sampler, plan_now, plan_next, lengths, num_anchorable, limits, cost)
+    return {"sampler": name, "plan_seconds": seconds, **asdict(figures)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""`python -m dflash.bench`: the table, the picture, and that batches are measured as planned."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash.benchmarks.fit import fit_cost, non_negative_least_squares
+from dflash.benchmarks.steps import Work, ratio_of, spread_batches
+from dflash.samplers.full_shuffle import FullShuffleSampler
+from dflash.samplers.limits import BatchLimits
+from tests.commands import run_module
+from tests.data.make import random_rows, token_datasets
+
+TINY = [
+    "target=tiny", "data.max_samples=80", "data.val_fraction=0.2", "data.median_tokens=30", "data.longest_tokens=200",
+    "drafter.num_layers=1", "drafter.target_layer_ids=[0,1]", "batch.token_budget=1024", "num_threads=1",
+]  # fmt: skip
+
+
+def test_it_writes_a_row_for_every_part_and_sampler(tmp_path: Path) -> None:
+    result = run_module("bench", *TINY, "rounds=2", "batches_per_round=1", "samplers=[sorted,random]", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (table,) = tmp_path.glob("outputs/bench/*/*/bench.csv")
+    rows = list(csv.DictReader(table.open()))
+    assert list(rows[0]) == ["case", "real_tokens_per_s", "ratio_to_sorted", "peak_mib", "share_of_peak"]
+    cases = [f"{part}/{sampler}" for part in ("target", "drafter", "step") for sampler in ("sorted", "random")]
+    assert [row["case"] for row in rows] == cases
+    for row in rows:
+        assert float(row["real_tokens_per_s"]) > 0
+        assert float(row["peak_mib"]) > 0
+        assert 0 < float(row["share_of_peak"]) < 1
+        if row["case"].endswith("/sorted"):
+            assert float(row["ratio_to_sorted"]) == 1.0
+    of = {row["case"]: float(row["real_tokens_per_s"]) for row in rows}
+    assert of["step/sorted"] < min(of["target/sorted"], of["drafter/sorted"])
+    assert (table.parent / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert "step/random" in result.stdout
+
+
+def test_an_unknown_sampler_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    result = run_module("bench", "samplers=[sorted,bucketd]", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "Error: samplers: 'bucketd' is unknown. Allowed: bucketed, " in result.stderr
+    assert "Did you mean bucketed?" in result.stderr
+
+
+def test_rounds_measure_different_batches_from_every_stratum(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(4, 100, 200).tolist()
+    dataset, _ = token_datasets(tmp_path, random_rows(lengths), random_rows([9]))
+    limits = BatchLimits(400, 4, 4)
+    plan = FullShuffleSampler().plan(
+        dataset.lengths, dataset.num_anchorable, limits, seed=0, epoch=0, world_size=1, accumulate=1
+    )
+    rounds = spread_batches(limits, dataset, plan, rounds=3, batches_per_round=4)
+    chosen = [number for of_round in rounds for number in of_round]
+    assert len(set(chosen)) == 12
+    longest = [max(dataset.lengths[plan.batch(n, 0, 0)]) for n in range(plan.num_batches)]
+    quarters = np.quantile(longest, [0.25, 0.5, 0.75])
+    for of_round in rounds:
+        assert all(abs(np.searchsorted(quarters, longest[n]) - k) <= 1 for k, n in enumerate(of_round))
+    with pytest.raises(ValueError, match=r"batches_per_round=999 is more than the \d+ batches"):
+        spread_batches(limits, dataset, plan, rounds=1, batches_per_round=999)
+
+
+def test_the_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
+    fast = [Work(real_tokens=10, seconds=s) for s in (1.0, 2.0, 10.0)]
+    slow = [Work(real_tokens=10, seconds=s) for s in (2.0, 4.0, 10.0)]
+    assert ratio_of(slow, fast) == 0.5
+    assert ratio_of(slow, None) is None
+
+
+def test_least_squares_finds_the_coefficients_and_never_a_negative_one() -> None:
+    rng = np.random.default_rng(0)
+    factors = rng.uniform(1, 10, (30, 3))
+    assert non_negative_least_squares(factors, factors @ [2.0, 0.0, 0.5]) == pytest.approx([2.0, 0.0, 0.5], abs=1e-9)
+    values = factors @ [2.0, -0.3, 0.5]
+    assert min(non_negative_least_squares(factors, values)) >= 0
+
+
+def test_the_cost_model_is_found_again_from_steps_that_follow_it(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(4, 400, 300).tolist()
+    dataset, _ = token_datasets(tmp_path, random_rows(lengths), random_rows([9]))
+
+    class Steps:
+        """Takes exactly as long as a known model says."""
+
+        limits = BatchLimits(2000, 4, 4)
+
+        def __init__(self) -> None:
+            self.dataset = dataset
+
+        def measure(self, batch: np.ndarray, work: dict[str, Work]) -> None:
+            padded = -(-int(dataset.lengths[batch].max()) // 4) * 4
+            work["target"].seconds += 1e-4 * padded * len(batch) + 1e-7 * padded**2 * len(batch) + 0.01
+            work["drafter"].seconds += 2e-3 * float(np.minimum(dataset.num_anchorable[batch], 4).sum())
+
+    cost, explained = fit_cost(Steps())  # type: ignore[arg-type]
+    assert cost.target_per_token == pytest.approx(1e-4, rel=1e-6)
+    assert cost.target_per_token_squared == pytest.approx(1e-7, rel=1e-6)
+    assert cost.drafter_per_anchor == pytest.approx(2e-3, rel=1e-6)
+    assert cost.per_batch == pytest.approx(0.01, rel=1e-6)
+    assert explained == pytest.approx(1.0)
