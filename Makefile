@@ -36,7 +36,7 @@ demo-long: $(VENV)/.installed
 	$(BIN)/python -m dflash.evaluate run=$(DEMO_RUN) num_prompts=64 max_new_tokens=64 hydra.run.dir=$(DEMO_RUN)/evaluate
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu

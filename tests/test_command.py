@@ -13,9 +13,12 @@ from tests.commands import run_module
 MISTAKES = [
     (
         "train sampler=bucketd",
-        "sampler=bucketd is unknown. Allowed: bucketed, random, sorted. Did you mean sampler=buck",
+        "sampler=bucketd is unknown. Allowed: bucketed, packed, random, sorted, windowed. Did you",
     ),
-    ("train sampler.widht=2", "sampler.widht is unknown. Did you mean sampler.width? sampler has: width."),
+    (
+        "train sampler.widht=2",
+        "sampler.widht is unknown. Did you mean sampler.width? sampler has: boundaries, cost, num_buckets, ",
+    ),
     ("train smapler=sorted", "smapler is unknown. Did you mean sampler? The configuration has: batch, "),
     ("train sampler=random sampler.width=2", "sampler.width is unknown."),
     ("train experiment=smoke target.nmae=x", "target.nmae is unknown. Did you mean target.name?"),
@@ -60,7 +63,8 @@ def test_an_unknown_argument_of_a_component_is_named_with_those_it_has(tmp_path:
     # Only the component itself can tell, so this one is found where it is built.
     result = run_module("train", "+sampler.widht=2", cwd=tmp_path)
     assert result.returncode == 1
-    expected = "sampler.widht is unknown. Did you mean width? dflash.samplers.bucketed.BucketedSampler has: width."
+    has = "dflash.samplers.bucketed.BucketedSampler has: width, boundaries, num_buckets, cost."
+    expected = f"sampler.widht is unknown. Did you mean width? {has}"
     assert result.stderr.strip() == f"Error: {expected}"
     (log,) = tmp_path.glob("outputs/train/*/*/train.log")
     assert "Traceback (most recent call last)" in log.read_text()
@@ -97,4 +101,6 @@ def test_console_scripts_offer_completion(tmp_path: Path) -> None:
     result = run(
         "train", "-sc", "query=bash", cwd=tmp_path, env={"COMP_LINE": "dflash-train sampler=", "COMP_POINT": "21"}
     )
-    assert result.stdout.split() == ["sampler=bucketed", "sampler=random", "sampler=sorted"]
+    assert result.stdout.split() == [
+        f"sampler={name}" for name in ("bucketed", "packed", "random", "sorted", "windowed")
+    ]

@@ -65,10 +65,20 @@ def test_stopped_and_resumed_twice_equals_undisturbed(
     for tag, points in theirs.items():
         steps = [step for step, _ in ours.get(tag, [])]
         assert len(steps) == len(set(steps)), f"{tag} has doubled steps: {steps}"
-        if tag.startswith(("train/", "loss_by_length/", "padding/", "grad/", "data/")):
+        if tag.startswith(("train/", "loss_by_length/", "padding/", "mixing/", "grad/", "data/")):
             assert ours[tag] == points, tag
         elif tag.startswith(("val", "acceptance_by_length/")):  # a stop adds a validation, and takes none away
             assert set(points) <= set(ours[tag]), tag
+
+
+def test_a_packed_run_resumes_to_the_bit(cache_dir: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_here(whole, cache_dir, *options(whole), "sampler=packed", "stop_after_steps=4")
+    train_here(parts, cache_dir, *options(parts), "sampler=packed", "stop_after_steps=3")
+    train_here(parts, cache_dir, f"resume_from={parts}", "stop_after_steps=4")
+    assert record(parts) == record(whole)
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(parts).items())
 
 
 def test_a_worse_drafter_never_takes_the_place_of_a_better_one(cache_dir: Path, tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 import csv
 import subprocess
+import weakref
 from pathlib import Path
 
 import pytest
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
-from dflash.report.sweep import swept_keys
+from dflash.report.sweep import SweepTable, swept_keys
 from tests.commands import SMALL, run_module
 
 FAST = [*SMALL, "max_steps=2", "validate_untrained=false", "callbacks.decoding=null", "data.max_samples=30"]
@@ -54,7 +58,66 @@ def test_a_sweep_over_several_ranks_is_refused(tmp_path: Path) -> None:
     assert [row["status"] for row in csv.DictReader(table.open())] == ["failed", "failed"]
 
 
+def test_what_a_failed_job_held_is_freed_before_the_next_one(tmp_path: Path) -> None:
+    class Target:
+        pass
+
+    held: list[weakref.ref[Target]] = []
+
+    def job() -> None:
+        target = Target()
+        held.append(weakref.ref(target))
+        raise ValueError("no")
+
+    job_return = JobReturn(status=JobStatus.FAILED)
+    try:
+        job()
+    except ValueError as error:
+        job_return.return_value = error
+    (tmp_path / "0").mkdir()
+    hydra = {"mode": "MULTIRUN", "job": {"num": 0}, "overrides": {"task": ["a=1"]}, "sweep": {"dir": str(tmp_path)}}
+    config = OmegaConf.create({"hydra": {**hydra, "runtime": {"output_dir": str(tmp_path / "0")}}})
+    config.hydra.mode = RunMode.MULTIRUN
+    assert held[0]() is not None
+    SweepTable().on_job_end(config, job_return)
+    assert held[0]() is None
+    (row,) = csv.DictReader((tmp_path / "sweep.csv").open())
+    assert row["reason"] == "no"
+
+
 def test_swept_keys_are_those_that_differ() -> None:
     rows = [{"overrides": {"a": "1", "b": "x", "c": "2"}}, {"overrides": {"a": "1", "b": "y"}}]
     assert swept_keys(rows) == ["b", "c"]
     assert swept_keys(rows[:1]) == ["a", "b", "c"]
+
+
+def test_a_sweep_over_two_samplers_goes_by_experiments(tmp_path: Path) -> None:
+    small = [option for option in FAST if not option.startswith("experiment=")]
+    samplers = "experiment=[smoke,sampler/optimal],[smoke,sampler/windowed]"
+    result = run_module("train", "-m", *small, samplers, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (table,) = tmp_path.glob("outputs/train/*/*/sweep.csv")
+    rows = list(csv.DictReader(table.open()))
+    assert [row["status"] for row in rows] == ["completed", "completed"]
+    assert all(float(row["padding_ratio"]) >= 0 for row in rows)
+    assert (table.parent / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_joblib_launcher_runs_jobs_side_by_side_into_one_table(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    result = sweep(tmp_path, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1")
+    assert result.returncode == 0, result.stderr
+    (table,) = tmp_path.glob("outputs/train/*/*/sweep.csv")
+    assert [(row["seed"], row["status"]) for row in csv.DictReader(table.open())] == [
+        ("0", "completed"), ("1", "completed"),
+    ]  # fmt: skip
+
+
+def test_the_submitit_launcher_composes(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.gpus_per_node=8", "hydra.launcher.partition=long"]
+    result = run_module("train", *FAST, *launcher, "--cfg", "hydra", "-p", "hydra.launcher", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "SlurmLauncher" in result.stdout
+    assert "gpus_per_node: 8" in result.stdout
+    assert "partition: long" in result.stdout

@@ -34,6 +34,7 @@ def test_the_event_file_holds_every_metric(smoke: tuple[Path, str]) -> None:
     tags = scalars(smoke[0])
     expected = {
         "train/loss", "train/accuracy", "train/acceptance_length", "train/lr", "padding/ratio", "padding/tokens",
+        "mixing/eta2_ratio",
         "throughput/real_tokens_per_s", "throughput/padded_tokens_per_s", "throughput/anchors_per_s", "grad/norm",
         "data/epoch", "val/loss", "val/acceptance_length",
     }  # fmt: skip
@@ -80,7 +81,7 @@ def test_checkpoints_hold_the_drafter_and_nothing_of_the_target(smoke: tuple[Pat
         assert len(optimizer["state"]) == len(checkpoint["state_dict"])
 
 
-@pytest.mark.parametrize("sampler", ["sorted", "random"])
+@pytest.mark.parametrize("sampler", ["sorted", "random", "windowed", "packed"])
 def test_every_sampler_trains(sampler: str, cache_dir: Path, tmp_path: Path) -> None:
     assert train_here(tmp_path, cache_dir, f"sampler={sampler}", "epochs=1", "validate_untrained=false") == 0
     assert json.loads((tmp_path / "summary.json").read_text())["epochs"] == 1.0

@@ -4,6 +4,7 @@ A mistake in what the user wrote ends with exit code 1 and its message on stderr
 on screen with HYDRA_FULL_ERROR=1. Any other exception is a fault of this package and shows its traceback.
 """
 
+import errno
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ from dflash.checks import suggestion
 from dflash.config import CONF_DIR
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Nodes whose keys are the user's own: named callbacks, arguments of a chat template.
 _OPEN_NODES = ("callbacks", "template_kwargs")
 
@@ -52,6 +54,14 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                 if full_error == "1" or is_sweep:  # the other jobs still run
                     raise
                 _end(str(error), error)
+            except OSError as error:
+                if full_error == "1" or is_sweep or error.errno not in _NO_ROOM:
+                    raise
+                _end(
+                    f"{error.filename or 'A file'} could not be written: {error.strerror}. What was written before is "
+                    "whole: make room, then continue (a training with resume_from=<its folder>).",
+                    error,
+                )
 
         run_hydra = hydra.main(version_base=None, config_path=CONF_DIR, config_name=config_name)(task)
 

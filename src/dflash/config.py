@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dflash.checks import check_integer, suggestion
+from dflash.checks import check_fraction, check_integer, suggestion
 
 _PACKAGE = Path(__file__).resolve().parent
 _CHECKOUT_CONF = _PACKAGE.parents[1] / "conf"
@@ -142,6 +142,10 @@ def check_run_options(config: DictConfig) -> None:
             check_integer(key, value, least, ", or null" if key in optional else "")
         except ValueError as mistake:
             mistakes.append(str(mistake))
+    try:
+        check_fraction("optimizer.warmup_fraction", config.optimizer.warmup_fraction)
+    except ValueError as mistake:
+        mistakes.append(str(mistake))
     if config.epochs is None and config.max_steps is None:
         mistakes.append("epochs=null and max_steps=null: give one of the two, the length of training.")
     if mistakes:

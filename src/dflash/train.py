@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # lightning and torch take seconds to import: --help and a mi
     from lightning.pytorch import Callback, Trainer
     from transformers import PreTrainedModel
 
+    from dflash.data.schedule import TrainingSchedule
+
 
 @command("train")
 def main(config: DictConfig) -> None:
@@ -62,14 +64,14 @@ def run(config: DictConfig, run_folder: Path) -> int:
 
     from dflash.callbacks.run_totals import RunTotals
     from dflash.callbacks.stop_and_save import RunInterruptedError
-    from dflash.data.datamodule import DFlashDataModule
+    from dflash.data.datamodule import DFlashDataModule, ValidationBatches
     from dflash.data.prompts import prompts_of_samples, take_prompts
     from dflash.data.schedule import TrainingSchedule
     from dflash.data.stdlib_chat import with_answers
     from dflash.data.tokens import build_token_datasets, show_sample
     from dflash.decoding.comparison import Prompt
     from dflash.decoding.speculative import max_prompt_tokens
-    from dflash.drafter.checkpoint import find_checkpoint, init_drafter_from
+    from dflash.drafter.checkpoint import check_disk_space, find_checkpoint, init_drafter_from
     from dflash.drafter.config import drafter_config
     from dflash.drafter.network import DFlashDrafter
     from dflash.memory import keep_freed_memory
@@ -87,7 +89,8 @@ def run(config: DictConfig, run_folder: Path) -> int:
     target, data = instantiate(config.target), instantiate(config.data)
     sampler, limits = instantiate(config.sampler), instantiate(config.batch)
     drafter_options, objective = instantiate(config.drafter), instantiate(config.objective)
-    spikes = instantiate(config.spikes)
+    make_optimizer, spikes = instantiate(config.optimizer.optimizer), instantiate(config.spikes)
+    placement = instantiate(config.placement)
     callbacks = {name: instantiate(callback) for name, callback in config.callbacks.items() if callback}
     callbacks["totals"] = totals = RunTotals()
     resume_checkpoint = find_checkpoint(config.resume_from, "resume_from") if config.resume_from else None
@@ -100,9 +103,13 @@ def run(config: DictConfig, run_folder: Path) -> int:
     tokenizer, target_config = load_tokenizer(target, config.cache_dir), load_config(target, config.cache_dir)
     vocab_size = target_config.get_text_config().vocab_size
     mask_token_id = resolve_mask_token_id(target.mask_token_id, tokenizer, vocab_size)
-    drafter = DFlashDrafter(drafter_config(drafter_options, target_config, mask_token_id))
+    drafter = DFlashDrafter(
+        drafter_config(drafter_options, target_config, mask_token_id), attention_backend=drafter_options.attention
+    )
     if config.init_from:
         init_drafter_from(drafter, config.init_from)
+    make_optimizer(drafter.parameters())  # for its errors alone: Lightning asks for the optimizer last of all
+    check_disk_space(run_folder, sum(p.numel() for p in drafter.parameters()))
 
     dtype = resolve_dtype(target.dtype, device)
 
@@ -125,6 +132,8 @@ def run(config: DictConfig, run_folder: Path) -> int:
         world_size=config.trainer.devices * config.trainer.num_nodes,
         accumulate=config.trainer.accumulate_grad_batches,
     )
+    val_batches = ValidationBatches(val_samples, schedule)
+    saved_step = schedule_position(resume_checkpoint, schedule) if resume_checkpoint else None
     max_steps = config.max_steps or schedule.num_steps(config.epochs)
     plan = schedule.plan(0)
     print(
@@ -132,12 +141,15 @@ def run(config: DictConfig, run_folder: Path) -> int:
     )
 
     # Batches pass through the target on their way to the drafter.
-    placement = instantiate(config.placement, FrozenTarget(target_model(), drafter.target_layer_ids, device))
+    frozen_target = FrozenTarget(target_model(), drafter.target_layer_ids, device)
+    if plan.packed:
+        frozen_target.check_packing()
+    placement.open(frozen_target)
     if not config.init_from:
         drafter.scale_initial_logits(placement.ends.head)
     datamodule = DFlashDataModule(
         schedule,
-        val_samples,
+        val_batches,
         max_steps=max_steps,
         num_workers=config.num_workers,
         feed=placement.feed,
@@ -147,7 +159,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
         drafter,
         placement.ends,
         objective,
-        instantiate(config.optimizer.optimizer),
+        make_optimizer,
         warmup_fraction=config.optimizer.warmup_fraction,
         max_steps=max_steps,
         spikes=spikes,
@@ -158,7 +170,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
         longest = max_prompt_tokens(target_config, decoding.options.max_new_tokens)
         prompts, _ = take_prompts(prompts_of_samples(val_samples), decoding.num_prompts, longest)
         decoding.use(placement.target, [Prompt(*prompt) for prompt in prompts], tokenizer)
-    trainer = build_trainer(config, run_folder, max_steps, device, list(callbacks.values()), resume_checkpoint)
+    trainer = build_trainer(config, run_folder, max_steps, device, list(callbacks.values()), saved_step)
 
     summary = RunSummary(run_folder)
     if trainer.is_global_zero:
@@ -175,6 +187,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
         interrupted = error
     counts = totals.over_all_ranks(trainer)
     throughput = callbacks["throughput"].since_warmup(trainer) if "throughput" in callbacks else None
+    eta2_ratio = callbacks["mixing"].over_run(trainer) if "mixing" in callbacks else None
     if not trainer.is_global_zero:
         return 0  # a rank that ended with another code would make Lightning kill the first one at its summary
     print(
@@ -186,11 +199,26 @@ def run(config: DictConfig, run_folder: Path) -> int:
             num_empty_steps=module.num_empty_steps,
             throughput=throughput,
             spikes=callbacks["spikes"].counts if "spikes" in callbacks else None,
+            eta2_ratio=eta2_ratio,
             loss_variance_explained_by_length=callbacks["spikes"].lengths.share if "spikes" in callbacks else None,
             interrupted_by=str(interrupted) if interrupted else None,
         )
     )
     return interrupted.exit_code if interrupted else 0
+
+
+def schedule_position(checkpoint: Path, schedule: "TrainingSchedule") -> int:
+    """The optimizer step at which a checkpoint stands.
+
+    Raises:
+        ValueError: it was made under another plan than `schedule`'s.
+    """
+    import torch
+
+    # mmap: of a file that may hold gigabytes, two small entries are read.
+    content: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    schedule.check_state(content["DFlashDataModule"])
+    return int(content["global_step"])
 
 
 def build_trainer(
@@ -199,10 +227,12 @@ def build_trainer(
     max_steps: int,
     device: Any,
     callbacks: "list[Callback]",
-    resume_checkpoint: Path | None,
+    saved_step: int | None,
 ) -> "Trainer":
-    """The Lightning trainer of a run, with the callbacks that every run has beside `callbacks`."""
-    import torch
+    """The Lightning trainer of a run, with the callbacks that every run has beside `callbacks`.
+
+    A run that resumes gives `saved_step`, the optimizer step of its checkpoint.
+    """
     from hydra.utils import get_class
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import TensorBoardLogger
@@ -219,9 +249,8 @@ def build_trainer(
     logger: Any = False
     if config.logger:
         logger_options: dict[str, Any] = {"save_dir": run_folder}
-        if resume_checkpoint and get_class(config.logger._target_) is TensorBoardLogger:
+        if saved_step is not None and get_class(config.logger._target_) is TensorBoardLogger:
             # Events written after the checkpoint was made are hidden, or the resumed steps would show twice.
-            saved_step = torch.load(resume_checkpoint, map_location="cpu", weights_only=True)["global_step"]
             logger_options["purge_step"] = saved_step + 1
         logger = instantiate(config.logger, **logger_options)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it tells of every checkpoint, twice

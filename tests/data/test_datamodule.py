@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dflash.anchors import draw_anchors, valid_anchors
 from dflash.batch import Batch
-from dflash.data.collate import collate_padded
-from dflash.data.datamodule import DFlashDataModule
+from dflash.data.collate import collate
+from dflash.data.datamodule import DFlashDataModule, ValidationBatches
 from dflash.data.schedule import TrainingSchedule
 from dflash.data.tokens import TokenDataset
 from dflash.samplers.base import LengthBatchSampler
@@ -43,7 +43,7 @@ def unfed(loader: Iterable[Batch]) -> Iterable[Batch]:
 
 def test_a_batch_holds_its_samples_padded_on_the_right(datasets: tuple[TokenDataset, TokenDataset]) -> None:
     rows = random_rows(LENGTHS)
-    batch = collate_padded(datasets[0], [4, 0, 17], limits(), seed=0, epoch=0)
+    batch = collate(datasets[0], [4, 0, 17], limits(), packed=False, seed=0, epoch=0)
     longest = max(LENGTHS[i] for i in (4, 0, 17))
     assert batch.input_ids.shape == (3, -(-longest // 8) * 8)
     for row, sample in enumerate((4, 0, 17)):
@@ -59,10 +59,30 @@ def test_a_batch_holds_its_samples_padded_on_the_right(datasets: tuple[TokenData
         assert len(chosen) == min(5, len(allowed))
 
 
+def test_a_packed_batch_is_its_samples_behind_each_other_with_the_anchors_of_the_padded_one(
+    datasets: tuple[TokenDataset, TokenDataset],
+) -> None:
+    ids = [4, 0, 17]
+    padded, packed = (collate(datasets[0], ids, limits(), packed=p, seed=0, epoch=3) for p in (False, True))
+    lengths = [LENGTHS[i] for i in ids]
+    assert packed.input_ids.shape == (1, -(-sum(lengths) // limits().pad_multiple) * limits().pad_multiple)
+    assert packed.cu_seqlens is not None
+    assert packed.cu_seqlens.tolist() == [0, *np.cumsum(lengths).tolist()]
+    for row, (start, length) in enumerate(zip(packed.starts.tolist(), lengths, strict=True)):
+        here = slice(start, start + length)
+        assert packed.input_ids[0, here].tolist() == padded.input_ids[row, :length].tolist()
+        assert packed.loss_mask[0, here].tolist() == padded.loss_mask[row, :length].tolist()
+        assert packed.position_ids[0, here].tolist() == list(range(length))
+    assert not packed.loss_mask[0, sum(lengths) :].any()
+    assert packed.anchors.tolist() == padded.anchors.tolist()
+    assert packed.anchor_doc.tolist() == padded.anchor_doc.tolist()
+    assert (packed.num_real_tokens, packed.num_padded_tokens) == (sum(lengths), packed.input_ids.numel())
+
+
 def test_a_truncated_sample_has_no_anchor_beyond_its_cut(datasets: tuple[TokenDataset, TokenDataset]) -> None:
     longest = int(np.argmax(LENGTHS))
     cut = limits(token_budget=32, too_long="truncate")
-    batch = collate_padded(datasets[0], [longest], cut, seed=0, epoch=0)
+    batch = collate(datasets[0], [longest], cut, packed=False, seed=0, epoch=0)
     assert batch.lengths.tolist() == [32]
     assert batch.num_truncated == 1
     assert all(a + 1 < 32 for a in batch.anchors.tolist())
@@ -98,7 +118,9 @@ def test_the_loader_is_the_plans_of_all_epochs_in_a_row(
 ) -> None:
     schedule = schedule_of(datasets[0], sampler)
     max_steps = schedule.num_steps(2) + 3
-    module = DFlashDataModule(schedule, datasets[1], max_steps=max_steps, num_workers=workers, feed=unfed)
+    module = DFlashDataModule(
+        schedule, ValidationBatches(datasets[1], schedule), max_steps=max_steps, num_workers=workers, feed=unfed
+    )
     seen = [(batch.epoch, batch.sample_ids.tolist()) for batch in module.train_dataloader()]
     expected = []
     for epoch in range(3):
@@ -133,7 +155,10 @@ def test_the_fractional_epoch_is_an_integer_where_an_epoch_ends(datasets: tuple[
 def test_validation_sees_every_held_out_sample_once_with_the_same_anchors_each_time(
     datasets: tuple[TokenDataset, TokenDataset],
 ) -> None:
-    module = DFlashDataModule(schedule_of(datasets[0]), datasets[1], max_steps=1, num_workers=0, feed=unfed)
+    schedule = schedule_of(datasets[0])
+    module = DFlashDataModule(
+        schedule, ValidationBatches(datasets[1], schedule), max_steps=1, num_workers=0, feed=unfed
+    )
     first, second = list(module.val_dataloader()), list(module.val_dataloader())
     assert sorted(i for batch in first for i in batch.sample_ids.tolist()) == list(range(9))
     for a, b in zip(first, second, strict=True):

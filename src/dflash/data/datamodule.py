@@ -9,12 +9,12 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dflash.batch import Batch
-from dflash.data.collate import collate_padded
-from dflash.data.schedule import TrainingSchedule
+from dflash.data.collate import collate
+from dflash.data.schedule import TrainingSchedule, plan_samples
 from dflash.data.tokens import TokenDataset
+from dflash.samplers.cut import split_batches
 from dflash.samplers.length_sorted import LengthSortedSampler
 
-STATE_VERSION = 1
 _VALIDATION_EPOCH = 0  # validation draws the anchors of one epoch for ever, so that its losses can be compared
 
 Feed = Callable[[Iterable[Batch]], Iterable[Batch]]
@@ -28,7 +28,7 @@ class DFlashDataModule(LightningDataModule):
 
     Args:
         schedule: order of the training samples.
-        val_dataset: held-out samples.
+        val_batches: the held-out samples.
         max_steps: optimizer steps of the whole run.
         num_workers: processes that read and collate.
         feed: the placement's; adds the target's hidden states to the batches of a loader.
@@ -38,7 +38,7 @@ class DFlashDataModule(LightningDataModule):
     def __init__(
         self,
         schedule: TrainingSchedule,
-        val_dataset: TokenDataset,
+        val_batches: "ValidationBatches",
         *,
         max_steps: int,
         num_workers: int,
@@ -46,10 +46,8 @@ class DFlashDataModule(LightningDataModule):
         pin_memory: bool = False,
     ) -> None:
         super().__init__()
-        # A rank may have no validation batch at all where there are fewer batches than ranks.
-        self.allow_zero_length_dataloader_with_multiple_devices = True
         self.schedule = schedule
-        self.val_dataset = val_dataset
+        self.val_batches = val_batches
         self.max_steps = max_steps
         self.num_workers = num_workers
         self.feed = feed
@@ -63,24 +61,13 @@ class DFlashDataModule(LightningDataModule):
 
     def val_dataloader(self) -> Iterable[Batch]:
         """The held-out samples in batches of similar length, dealt to the ranks."""
-        batches = ValidationBatches(self.val_dataset, self.schedule)
-        return self.feed(self._loader(batches, range(self._rank(), len(batches), self.schedule.world_size)))
+        numbers = range(self._rank(), len(self.val_batches), self.schedule.world_size)
+        return self.feed(self._loader(self.val_batches, numbers))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, and the plan it stands in."""
         # Checkpoints are made at step boundaries only, and batches fetched ahead are not consumed.
-        step = self.trainer.global_step if self.trainer is not None else 0
-        epoch = self.schedule.epoch_of_step(step)
-        plan = self.schedule.plan(epoch)
-        return {
-            "version": STATE_VERSION,
-            "seed": self.schedule.seed,
-            "epoch": epoch,
-            "batches_consumed": step * self.schedule.accumulate,
-            "dataset_fingerprint": self.schedule.dataset.info["fingerprint"],
-            "plan_fingerprint": plan.fingerprint(),
-            "ledger": plan.ledger,
-        }
+        return self.schedule.state(self.trainer.global_step if self.trainer is not None else 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a checkpoint stood.
@@ -88,27 +75,7 @@ class DFlashDataModule(LightningDataModule):
         Raises:
             ValueError: this run's plan is another one than the checkpoint's.
         """
-        if state_dict["version"] != STATE_VERSION:
-            raise ValueError(
-                f"the checkpoint's data state has version {state_dict['version']}, this dflash writes {STATE_VERSION}. "
-                "Use init_from to start anew from its weights."
-            )
-        dataset_fingerprint = self.schedule.dataset.info["fingerprint"]
-        if dataset_fingerprint != state_dict["dataset_fingerprint"]:
-            raise ValueError(
-                f"resume_from: the training data are not those the checkpoint was made with (token dataset "
-                f"{dataset_fingerprint}, then {state_dict['dataset_fingerprint']}). The conversations, the tokenizer, "
-                "its template or a data.* option have changed. Restore them, or use init_from to start anew from its "
-                "weights."
-            )
-        plan = self.schedule.plan(state_dict["epoch"])
-        if plan.fingerprint() != state_dict["plan_fingerprint"]:
-            raise ValueError(
-                f"resume_from: the plan of epoch {state_dict['epoch']} is not the one the checkpoint was made with. "
-                f"Its samples: {state_dict['ledger']}, now: {plan.ledger}; its seed: {state_dict['seed']}, now: "
-                f"{self.schedule.seed}. The data, the sampler, the batch limits, the number of ranks or of "
-                "accumulated batches have changed. Restore them, or use init_from to start anew from its weights."
-            )
+        self.schedule.check_state(state_dict)
         self.batches_before_resume = state_dict["batches_consumed"]
 
     def _rank(self) -> int:
@@ -161,30 +128,48 @@ class TrainingBatches(Dataset[Batch]):
         """Read and collate one batch."""
         schedule = self.schedule
         epoch, sample_ids = schedule.batch(number, self.rank)
-        return collate_padded(schedule.dataset, sample_ids, schedule.limits, seed=schedule.seed, epoch=epoch)
+        packed = schedule.plan(epoch).packed
+        return collate(schedule.dataset, sample_ids, schedule.limits, packed=packed, seed=schedule.seed, epoch=epoch)
 
 
 class ValidationBatches(Dataset[Batch]):
-    """The held-out samples, sorted by length and cut under the same limits as training batches."""
+    """The held-out samples, sorted by length and cut under the same limits as training batches.
+
+    There are as many batches as ranks or more: Lightning skips the validation of a rank without any, and the others
+    would wait for it for ever.
+
+    Raises:
+        ValueError: fewer held-out samples than ranks, or one that is over the budget.
+    """
 
     def __init__(self, dataset: TokenDataset, schedule: TrainingSchedule) -> None:
         self.dataset = dataset
         self.schedule = schedule
-        self.plan = LengthSortedSampler().plan(
-            dataset.lengths,
-            dataset.num_anchorable,
+        self.plan = plan_samples(
+            LengthSortedSampler(),
+            dataset,
             schedule.limits,
             seed=schedule.seed,
             epoch=_VALIDATION_EPOCH,
             world_size=1,
             accumulate=1,
         )
+        self.offsets = self.plan.offsets
+        if len(self) < schedule.world_size:
+            if len(self.plan.indices) < schedule.world_size:
+                raise ValueError(
+                    f"{len(self.plan.indices)} held-out samples are too few for {schedule.world_size} ranks, each of "
+                    "which validates at least one. Bring more, raise data.val_fraction, or lower trainer.devices."
+                )
+            self.offsets = split_batches(self.offsets, multiple=schedule.world_size)
 
     def __len__(self) -> int:
-        return self.plan.num_batches
+        return len(self.offsets) - 1
 
     def __getitem__(self, number: int) -> Batch:
         """Read and collate one batch."""
-        sample_ids = self.plan.batch(number, rank=0, micro=0)
+        sample_ids = self.plan.indices[self.offsets[number] : self.offsets[number + 1]]
         schedule = self.schedule
-        return collate_padded(self.dataset, sample_ids, schedule.limits, seed=schedule.seed, epoch=_VALIDATION_EPOCH)
+        return collate(
+            self.dataset, sample_ids, schedule.limits, packed=False, seed=schedule.seed, epoch=_VALIDATION_EPOCH
+        )

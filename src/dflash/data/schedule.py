@@ -4,11 +4,44 @@ The order of a whole run is a function of its plans, so the position is computed
 for batch 1,234 and gets what batch 1,234 always was.
 """
 
+from typing import Any
+
 import numpy as np
 
 from dflash.data.tokens import TokenDataset
-from dflash.samplers.base import LengthBatchSampler, Plan
+from dflash.samplers.base import LengthBatchSampler, Plan, TooLongError
 from dflash.samplers.limits import BatchLimits, IntArray
+
+STATE_VERSION = 1
+
+
+def plan_samples(
+    sampler: LengthBatchSampler,
+    dataset: TokenDataset,
+    limits: BatchLimits,
+    *,
+    seed: int,
+    epoch: int,
+    world_size: int,
+    accumulate: int,
+) -> Plan:
+    """The plan of a token dataset's epoch, see `LengthBatchSampler.plan`.
+
+    Raises:
+        ValueError: as there; a sample that is too long is named by where it comes from.
+    """
+    try:
+        return sampler.plan(
+            dataset.lengths,
+            dataset.num_anchorable,
+            limits,
+            seed=seed,
+            epoch=epoch,
+            world_size=world_size,
+            accumulate=accumulate,
+        )
+    except TooLongError as error:
+        raise ValueError(f"{error} The longest is {dataset.sample(error.sample).source}.") from error
 
 
 class TrainingSchedule:
@@ -45,9 +78,9 @@ class TrainingSchedule:
     def plan(self, epoch: int) -> Plan:
         """The batches of one epoch. The last one asked for is kept."""
         if self._last_plan is None or self._last_plan[0] != epoch:
-            plan = self.sampler.plan(
-                self.dataset.lengths,
-                self.dataset.num_anchorable,
+            plan = plan_samples(
+                self.sampler,
+                self.dataset,
                 self.limits,
                 seed=self.seed,
                 epoch=epoch,
@@ -90,3 +123,45 @@ class TrainingSchedule:
         step, micro = divmod(number, self.accumulate)
         epoch = self.epoch_of_step(step)
         return epoch, self.plan(epoch).batch(step - self._first_step_of_epoch[epoch], rank, micro)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Where a run stands that has completed `step` optimizer steps, and the plan it stands in."""
+        epoch = self.epoch_of_step(step)
+        plan = self.plan(epoch)
+        return {
+            "version": STATE_VERSION,
+            "seed": self.seed,
+            "epoch": epoch,
+            "batches_consumed": step * self.accumulate,
+            "dataset_fingerprint": self.dataset.info["fingerprint"],
+            "plan_fingerprint": plan.fingerprint(),
+            "ledger": plan.ledger,
+        }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuse to continue from the state of another schedule.
+
+        Raises:
+            ValueError: the data or the plan are others than a checkpoint's; the message says in what.
+        """
+        if state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"the checkpoint's data state has version {state['version']}, this dflash writes {STATE_VERSION}. "
+                "Use init_from to start anew from its weights."
+            )
+        dataset_fingerprint = self.dataset.info["fingerprint"]
+        if dataset_fingerprint != state["dataset_fingerprint"]:
+            raise ValueError(
+                f"resume_from: the training data are not those the checkpoint was made with (token dataset "
+                f"{dataset_fingerprint}, then {state['dataset_fingerprint']}). The conversations, the tokenizer, "
+                "its template or a data.* option have changed. Restore them, or use init_from to start anew from its "
+                "weights."
+            )
+        plan = self.plan(state["epoch"])
+        if plan.fingerprint() != state["plan_fingerprint"]:
+            raise ValueError(
+                f"resume_from: the plan of epoch {state['epoch']} is not the one the checkpoint was made with. "
+                f"Its samples: {state['ledger']}, now: {plan.ledger}; its seed: {state['seed']}, now: {self.seed}. The "
+                "data, the sampler, the batch limits, the number of ranks or of accumulated batches have changed. "
+                "Restore them, or use init_from to start anew from its weights."
+            )

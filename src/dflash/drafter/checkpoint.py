@@ -1,15 +1,17 @@
 """A trained drafter from wherever it lies: a run folder, a checkpoint of training, or the published layout."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, Qwen3Config
 
-from dflash.config import LAST_CHECKPOINT, RUN_CONFIG
+from dflash.config import BEST_CHECKPOINT, LAST_CHECKPOINT, RUN_CONFIG
 from dflash.drafter.network import DFlashDrafter
 from dflash.drafter.published import read_published, shape_problems
 
+_CHECKPOINTS_AT_A_TIME = 3
 _PREFIX = "drafter."  # of the drafter within the Lightning module's state dict
 
 
@@ -31,6 +33,28 @@ def find_checkpoint(path: str | Path, key: str) -> Path:
             "or a .ckpt file."
         )
     return checkpoint
+
+
+def check_disk_space(run_folder: Path, num_parameters: int) -> None:
+    """Refuse a training whose checkpoints would not fit on the disk.
+
+    Args:
+        run_folder: they are written below it.
+        num_parameters: of the drafter.
+
+    Raises:
+        ValueError: naming the folder, what is free and what is needed.
+    """
+    # float32 weights and AdamW's two moments; the last and the best one, and the one that is being written.
+    there = sum((run_folder / name).is_file() for name in (LAST_CHECKPOINT, BEST_CHECKPOINT))
+    needed = (_CHECKPOINTS_AT_A_TIME - there) * 3 * 4 * num_parameters
+    free = shutil.disk_usage(run_folder).free
+    if free < needed:
+        raise ValueError(
+            f"{run_folder}: {free / 2**30:.2f} GiB are free on this disk, and the checkpoints of a drafter of "
+            f"{num_parameters / 1e6:,.1f}M parameters take {needed / 2**30:.2f} GiB. Make room, or write the run "
+            "elsewhere with hydra.run.dir=<folder>."
+        )
 
 
 def is_training_checkpoint(name: str | Path) -> bool:

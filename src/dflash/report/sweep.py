@@ -10,6 +10,7 @@ import gc
 import io
 import json
 import os
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ class SweepTable(Callback):
         """Write the job's row, then the table."""
         if config.hydra.mode != RunMode.MULTIRUN:
             return
-        gc.collect()  # the next job's target needs the room
+        # The next job's target needs the room of this one's, which a failed job's traceback would hold on to.
+        if job_return.status == JobStatus.FAILED and isinstance(job_return._return_value, BaseException):
+            traceback.clear_frames(job_return._return_value.__traceback__)
+        gc.collect()
         job_folder = Path(config.hydra.runtime.output_dir)
         row = job_row(config.hydra.job.num, list(config.hydra.overrides.task), job_folder, job_return)
         job_folder.mkdir(parents=True, exist_ok=True)

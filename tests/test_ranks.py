@@ -1,0 +1,45 @@
+"""Two ranks over gloo, started as a person would, are one process with the same batches in every step."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands import SMALL, run_module, scalars, train_here
+
+STEPS = 6
+COMMON = [
+    *SMALL, "trainer.accelerator=cpu", "batch.token_budget=1024", f"max_steps={STEPS}", "trainer.log_every_n_steps=1",
+    "trainer.validate_every_n_steps=3", "callbacks.decoding=null",
+]  # fmt: skip
+
+
+def run_folder(cwd: Path) -> Path:
+    (config,) = cwd.glob("outputs/train/*/*/config.yaml")
+    return config.parent
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("sampler", ["bucketed", "packed"])
+def test_two_ranks_are_one_process_with_the_same_global_batch(sampler: str, cache_dir: Path, tmp_path: Path) -> None:
+    # Batches of other sizes on the two ranks; validation has one batch only, which is split between them.
+    options = [*COMMON, f"sampler={sampler}", f"cache_dir={cache_dir}"]
+    two = run_module("train", *options, "trainer.devices=2", cwd=tmp_path)
+    assert two.returncode == 0, two.stdout + two.stderr
+    assert train_here(tmp_path / "one", cache_dir, *options, "trainer.accumulate_grad_batches=2", start_from=[]) == 0
+
+    ours, theirs = scalars(run_folder(tmp_path)), scalars(tmp_path / "one")
+    for tag in ("train/loss", "grad/norm", "val/loss", "val/acceptance_length", "padding/ratio"):
+        assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]], tag
+        for (_, value), (_, expected) in zip(ours[tag], theirs[tag], strict=True):
+            assert value == pytest.approx(expected, rel=1e-5), tag
+    summaries = [json.loads((f / "summary.json").read_text()) for f in (run_folder(tmp_path), tmp_path / "one")]
+    for key in ("steps", "epochs", "samples", "real_tokens", "padded_tokens", "anchors"):
+        assert summaries[0][key] == summaries[1][key], key
+    assert summaries[0]["eta2_ratio"] == pytest.approx(summaries[1]["eta2_ratio"], rel=1e-6)
+
+
+def test_fewer_held_out_samples_than_ranks_are_refused(cache_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"held-out samples are too few for 64 ranks"):
+        train_here(tmp_path, cache_dir, *COMMON, f"cache_dir={cache_dir}", "trainer.devices=64", "batch.max_samples=1",
+                   start_from=[])  # fmt: skip
