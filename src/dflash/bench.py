@@ -8,7 +8,6 @@ and `bench.png`.
 """
 
 import csv
-import os
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -32,7 +31,6 @@ def bench(config: DictConfig, out_folder: Path) -> None:
     Raises:
         ValueError: something in the configuration or the data can not be; the message names it.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler, which counts memory, tells when it starts
     import numpy as np
     import torch
     from tqdm import tqdm

@@ -68,7 +68,6 @@ class GroupedBlockAttention:
     """
 
     def __init__(self, anchors: Tensor, starts: Tensor, *, block_size: int) -> None:
-        self.block_size = block_size
         self.groups: list[tuple[int, int, int, int, Tensor]] = []  # first block, end, context begin, end, mask
         blocks_in_group = max(GROUP_SLOTS // block_size, 1)
         anchor_list, start_list = anchors.tolist(), starts.tolist()

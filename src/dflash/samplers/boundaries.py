@@ -96,16 +96,13 @@ def _one_more_bucket(best: np.ndarray, price: np.ndarray, running: np.ndarray) -
     result = np.zeros(size)
     stride = 1 << (size - 1).bit_length()
     # Best i of every j that is done; beyond the last j any i is allowed.
-    chosen = np.zeros(stride + 1, dtype=np.int64)
-    chosen[stride] = size - 1
-    done = np.zeros(stride + 1, dtype=np.bool_)
-    done[[0, stride]] = True
+    chosen = np.full(stride + 1, size - 1, dtype=np.int64)
+    chosen[0] = 0
     while stride > 1:
         half = stride // 2
         middles = np.arange(half, size, stride)
         first = chosen[middles - half]
-        right = np.minimum(middles + half, len(chosen) - 1)
-        last = np.minimum(np.where(done[right], chosen[right], size - 1), middles)
+        last = np.minimum(chosen[middles + half], middles)
         widths = last - first + 1
         starts = np.cumsum(widths) - widths
         candidates = np.arange(starts[-1] + widths[-1]) - np.repeat(starts - first, widths)
@@ -115,6 +112,5 @@ def _one_more_bucket(best: np.ndarray, price: np.ndarray, running: np.ndarray) -
         # The first candidate that reaches the least value: written last, in reverse.
         reached = np.flatnonzero(values == np.repeat(least, widths))[::-1]
         chosen[np.repeat(middles, widths)[reached]] = candidates[reached]
-        done[middles] = True
         stride = half
     return result, chosen[:size]
