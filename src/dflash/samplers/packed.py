@@ -1,23 +1,30 @@
 """Rows without padding, in random order (`sampler=packed`): samples of all lengths meet in every step.
 
 The samples of a step are taken in the epoch's random order and dealt to its rows, longest processing time first, so
-that no row and no rank has much more to do than the others. What does not fit opens the next step.
+that no row and no rank has much more to do than the others. What does not fit opens a later step.
+
+Step after step, a million samples would take seconds in Python. So many steps are composed at a time, each from a
+window of the order that it has to itself: numpy deals one sample of every step at once. What these steps leave goes to
+the next ones, in the end to a single step that has all of the rest for its window.
 """
 
-from heapq import heapreplace
-
 import numpy as np
+from numpy.typing import NDArray
 
 from dflash.cost import CostModel
 from dflash.samplers.base import ComposedSteps, LengthBatchSampler
 from dflash.samplers.limits import BatchLimits, IntArray
 
-NO_ROOM = -1
 MAX_SKIPPED = 16  # samples that a step passes over because they do not fit into what is left of it
 
+# What becomes of a candidate that gets no row.
+PASSED_OVER = -1
+NOT_SEEN = -2
+
+NOBODY = -1  # a candidate that is none: fills up a window, has no size
 _LOOK_AHEAD = 64  # samples behind the prefix that a step looks at
 _COST_UNITS = 1 << 20  # of an average sample: costs are dealt as whole numbers
-_SURE_SHARE = 0.98  # of a step's room: rows are filled so evenly that up to here nobody need ask whether a sample fits
+_NO_ROW = np.iinfo(np.int64).max  # more than any load
 
 
 class PackedSampler(LengthBatchSampler):
@@ -40,27 +47,39 @@ class PackedSampler(LengthBatchSampler):
         rng: np.random.Generator,
         batches_per_step: int,
     ) -> ComposedSteps:
-        """Step after step from one random order; a sample over the budget (`too_long=alone`) gets a row of its own."""
+        """Steps from one random order; a sample over the budget (`too_long=alone`) gets a row of its own."""
         order = rng.permutation(len(lengths))
-        step = _Step(lengths[order], anchors[order], limits, self.cost, batches_per_step)
-        dealt: list[IntArray] = []  # of every step, its samples row after row, as places in the order
+        dealer = Dealer(lengths[order], anchors[order], limits, self.cost, batches_per_step)
+        window = dealer.samples_of_a_step * 3 // 2 + _LOOK_AHEAD
+        unseen = np.arange(len(order))  # places in the order that no step has looked at
+        waiting, waiting_for = unseen[:0], unseen[:0]  # places passed over, and by which of the steps before
+        dealt: list[IntArray] = []  # places, row after row
         sizes: list[IntArray] = []  # and how many each row has
-        opening: list[int] = []
-        begin = 0
-        while opening or begin < len(order):
-            places, opening, begin = step.take(opening, begin)
-            rows = step.deal(places)
-            opening = places[rows == NO_ROOM].tolist() + opening
-            by_row = np.argsort(rows, kind="stable")
-            dealt.append(places[by_row[np.count_nonzero(rows == NO_ROOM) :]])
-            sizes.append(np.bincount(rows[rows != NO_ROOM], minlength=batches_per_step))
-        left_out = _fill_last_step(dealt, sizes)
-        offsets = np.concatenate([[0], *sizes]).cumsum()
-        return ComposedSteps(order[np.concatenate(dealt or [order])], offsets, left_out)
+        while len(unseen) + len(waiting):
+            num_steps = max(len(unseen) // window, 1)
+            in_windows = num_steps * window if num_steps > 1 else len(unseen)
+            candidates = _put_before(waiting, waiting_for % num_steps, unseen[:in_windows].reshape(num_steps, -1))
+            rows = dealer.deal(candidates, is_all=num_steps == 1)
+            is_dealt, is_waiting = rows >= 0, rows == PASSED_OVER
+            if not is_dealt.any():
+                window *= 2
+                continue
+            steps = np.broadcast_to(np.arange(num_steps)[:, None], rows.shape)
+            row_of = (steps * batches_per_step + rows)[is_dealt]
+            dealt.append(candidates[is_dealt][np.argsort(row_of, kind="stable")])
+            of_steps = np.bincount(row_of, minlength=num_steps * batches_per_step).reshape(num_steps, -1)
+            sizes.append(of_steps[of_steps.any(axis=1)].ravel())
+            waiting, waiting_for = candidates[is_waiting], steps[is_waiting]
+            not_seen = candidates[(rows == NOT_SEEN) & (candidates != NOBODY)]
+            unseen = np.concatenate([not_seen, unseen[in_windows:]])
+        places, sizes_of_rows, left_out = _fill_last_step(
+            np.concatenate(dealt), np.concatenate(sizes), batches_per_step
+        )
+        return ComposedSteps(order[places], np.concatenate([[0], sizes_of_rows]).cumsum(), left_out)
 
 
-class _Step:
-    """Takes the samples of one step from the order, and deals them to its rows.
+class Dealer:
+    """Takes samples of many steps from their windows, and deals them to the steps' rows.
 
     What is bounded in a row is counted in up to three ways: tokens, and where `limits` bound them anchors and samples.
 
@@ -69,7 +88,7 @@ class _Step:
         anchors: anchors in the epoch's order, [N] int64.
         limits: what a row may hold.
         cost: what rows are balanced by.
-        num_rows: R.
+        num_rows: R, of a step.
     """
 
     def __init__(
@@ -82,136 +101,164 @@ class _Step:
             counts.append((anchors, limits.anchor_budget))
         if limits.max_samples is not None:
             counts.append((np.ones_like(lengths), limits.max_samples))
-        self.sizes = [sizes for sizes, _ in counts]  # each [N]
+        nothing = np.zeros(1, np.int64)  # the size of NOBODY: the last one
+        self.sizes = [np.concatenate([sizes, nothing]) for sizes, _ in counts]  # each [N + 1]
         self.bounds = [bound for _, bound in counts]  # of a row
-        self.running = [np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]) for sizes in self.sizes]
         costs = cost.sample(lengths.astype(np.float64), anchors.astype(np.float64))
-        unit = costs.mean() / _COST_UNITS if len(costs) else 1.0
-        # Above the bits of a row's number, see `deal`.
+        whole_costs = np.maximum(np.rint(costs * (_COST_UNITS / costs.mean())), 1).astype(np.int64)
+        # Loads are kept above the bits of the row's number, so that the least one tells its row.
         self.row_mask = (1 << num_rows.bit_length()) - 1
-        self.costs = np.maximum(np.rint(costs / unit), 1).astype(np.int64) << num_rows.bit_length()
+        self.costs = np.concatenate([whole_costs << num_rows.bit_length(), nothing])
 
-    def take(self, opening: list[int], begin: int) -> tuple[IntArray, list[int], int]:
-        """Samples of the next step: those of `opening`, the longest prefix that fits behind them, and what fits then.
-
-        Args:
-            opening: places in the order that the step before has left.
-            begin: first place that no step has looked at.
-
-        Returns:
-            places taken [n], the costliest first; places passed over; and the first place that nobody has looked at.
-        """
-        left = [
-            self.num_rows * bound - int(sizes[opening].sum())
+    @property
+    def samples_of_a_step(self) -> int:
+        """About so many fit into one."""
+        return min(
+            int(self.num_rows * bound * len(sizes) / max(int(sizes.sum()), 1))
             for sizes, bound in zip(self.sizes, self.bounds, strict=True)
-        ]
-        end = begin + min(
-            int(sums.searchsorted(sums[begin] + room, side="right")) - 1 - begin
-            for sums, room in zip(self.running, left, strict=True)
         )
-        end = max(end, begin)
-        left = [room - int(sums[end] - sums[begin]) for sums, room in zip(self.running, left, strict=True)]
-        # A look ahead: no further than to as many samples as could be passed over or fill what is left.
-        ahead = [sizes[end : end + _LOOK_AHEAD].tolist() for sizes in self.sizes]
-        fitting: list[int] = []
-        skipped: list[int] = []
-        looked = 0
-        for size in zip(*ahead, strict=True):
-            if len(skipped) == MAX_SKIPPED or min(left) <= 0:
-                break
-            if all(n <= room for n, room in zip(size, left, strict=True)):
-                fitting.append(end + looked)
-                left = [room - n for n, room in zip(size, left, strict=True)]
-            else:
-                skipped.append(end + looked)
-            looked += 1
-        taken = np.concatenate([np.array([*opening, *fitting], dtype=np.int64), np.arange(begin, end)])
-        return taken[np.argsort(-self.costs[taken], kind="stable")], skipped, end + looked
 
-    def deal(self, places: IntArray) -> IntArray:
-        """Longest processing time first: each sample goes to the row with the least to do that has room.
+    def deal(self, candidates: IntArray, is_all: bool) -> IntArray:
+        """Deal to the rows of every step what `_take` takes, longest processing time first.
 
         Args:
-            places: [n], the costliest first.
+            candidates: places in the order, [steps, window].
+            is_all: the windows hold all that is left. Where they do not, a step that comes to the end of its window is
+                not dealt: more might fit.
 
         Returns:
-            The row of each sample, or NO_ROOM, [n] int64.
+            The row of each candidate, or PASSED_OVER, or NOT_SEEN, [steps, window] int64.
         """
-        sizes = [of_all[places] for of_all in self.sizes]
-        num_sure = min(
-            int(np.cumsum(of_places).searchsorted(_SURE_SHARE * self.num_rows * bound))
-            for of_places, bound in zip(sizes, self.bounds, strict=True)
-        )
-        costs = self.costs[places].tolist()
-        # A heap of whole numbers, the load above the bits of the row: one int is compared faster than a pair.
-        loads = list(range(self.num_rows))
-        mask = self.row_mask
-        rows = [heapreplace(loads, loads[0] + cost) & mask for cost in costs[:num_sure]]
-        room = self._room_after(np.array(rows, dtype=np.int64), sizes)
-        if min(map(min, room)) < 0:  # not so even after all, where a few samples are as long as a row
-            rows, loads = [], list(range(self.num_rows))
-            room = [[bound] * self.num_rows for bound in self.bounds]
-        begin = len(rows)
-        token_room, *other_room = room
-        rest = [of_places[begin:].tolist() for of_places in sizes]
-        for cost, tokens, *others in zip(costs[begin:], *rest, strict=True):
-            row = loads[0] & mask
-            if tokens <= token_room[row] and (not others or _fits(others, other_room, row)):
-                heapreplace(loads, loads[0] + cost)
-            else:
-                row = self._next_row_with_room(loads, cost, [tokens, *others], room)
-            rows.append(row)
-            if row != NO_ROOM:
-                token_room[row] -= tokens
-                for n, of_row in zip(others, other_room, strict=True):
-                    of_row[row] -= n
-        return np.array(rows, dtype=np.int64)
+        is_taken, seen = self._take(candidates)
+        taken = np.where(is_taken, candidates, NOBODY)
+        by_cost = (-self.costs[taken]).argsort(axis=1, kind="stable")[:, : is_taken.sum(axis=1).max()]
+        turns = np.take_along_axis(taken, by_cost, axis=1).T.copy()  # in each, a sample of every step, or nobody
+        row_of = np.empty_like(turns)
+        rows_of_steps = _Rows(self.num_rows, len(candidates), self.bounds, self.row_mask)
+        for turn, places in enumerate(turns):
+            row_of[turn] = rows_of_steps.place([of_all[places] for of_all in self.sizes], self.costs[places])
 
-    def _room_after(self, rows: IntArray, sizes: list[IntArray]) -> list[list[int]]:
-        """What is left in each row, by kind, once the first samples are in `rows`; `sizes` goes on beyond them."""
-        used = [np.bincount(rows, weights=s[: len(rows)], minlength=self.num_rows).astype(np.int64) for s in sizes]
-        return [(bound - of_rows).tolist() for bound, of_rows in zip(self.bounds, used, strict=True)]
+        is_seen = (np.arange(candidates.shape[1]) < seen[:, None]) & (candidates != NOBODY)
+        rows = np.where(is_seen, PASSED_OVER, NOT_SEEN)
+        dealt = rows.copy()
+        np.put_along_axis(dealt, by_cost, row_of.T, axis=1)
+        rows[is_taken] = dealt[is_taken]  # not what nobody got
+        if not is_all:
+            rows[seen == candidates.shape[1]] = NOT_SEEN
+        return rows
 
-    def _next_row_with_room(self, loads: list[int], cost: int, size: list[int], room: list[list[int]]) -> int:
-        """The row with the least to do among those with room, its load raised by `cost`; or NO_ROOM."""
-        if any(n > max(of_row) for n, of_row in zip(size, room, strict=True)):
-            return NO_ROOM
-        loads.sort()  # a sorted list is a heap
-        for place, load in enumerate(loads):
-            row = load & self.row_mask
-            if _fits(size, room, row):
-                loads[place] += cost
-                loads.sort()
-                return row
-        return NO_ROOM
+    def _take(self, candidates: IntArray) -> tuple[NDArray[np.bool_], IntArray]:
+        """Of every window the longest prefix that a step has room for, and of the samples behind it those that fit.
 
-
-def _fits(size: list[int], room: list[list[int]], row: int) -> bool:
-    return all(n <= of_row[row] for n, of_row in zip(size, room, strict=True))
+        Returns:
+            Which candidates are taken, [steps, window]; and how many of a window were looked at, [steps].
+        """
+        num_steps, width = candidates.shape
+        used = [of_all[candidates].cumsum(axis=1) for of_all in self.sizes]
+        rooms = [self.num_rows * bound for bound in self.bounds]
+        seen = np.min([(sums <= room).sum(axis=1) for sums, room in zip(used, rooms, strict=True)], axis=0)
+        is_taken = np.arange(width) < seen[:, None]
+        steps = np.arange(num_steps)
+        left = [room - np.where(seen > 0, sums[steps, seen - 1], 0) for sums, room in zip(used, rooms, strict=True)]
+        num_passed_over = np.zeros(num_steps, np.int64)
+        for _ in range(_LOOK_AHEAD):
+            is_looking = (seen < width) & (num_passed_over < MAX_SKIPPED) & np.all([room > 0 for room in left], axis=0)
+            if not is_looking.any():
+                break
+            steps = np.flatnonzero(is_looking)
+            columns = seen[steps]
+            sizes = [of_all[candidates[steps, columns]] for of_all in self.sizes]
+            fits = np.all([size <= room[steps] for size, room in zip(sizes, left, strict=True)], axis=0)
+            is_taken[steps, columns] = fits
+            for size, room in zip(sizes, left, strict=True):
+                room[steps] -= np.where(fits, size, 0)
+            num_passed_over[steps] += ~fits
+            seen[steps] += 1
+        return is_taken & (candidates != NOBODY), seen
 
 
-def _fill_last_step(dealt: list[IntArray], sizes: list[IntArray]) -> int:
+class _Rows:
+    """The rows of several steps while they fill: what each has to do, and the room that is left in it.
+
+    Args:
+        num_rows: R.
+        num_steps: how many are filled at once.
+        bounds: of a row, by kind.
+        row_mask: the bits of a row's number, below those of its load.
+    """
+
+    def __init__(self, num_rows: int, num_steps: int, bounds: list[int], row_mask: int) -> None:
+        self.loads = np.repeat(np.arange(num_rows)[:, None], num_steps, axis=1)
+        self.room = [np.full(self.loads.shape, bound) for bound in bounds]
+        self.steps = np.arange(num_steps)
+        self.row_mask = row_mask
+
+    def place(self, sizes: list[IntArray], costs: IntArray) -> IntArray:
+        """Give one sample of each step to the row that has least to do among those with room for it.
+
+        Args:
+            sizes: by kind, each [steps].
+            costs: [steps], above the bits of a row's number.
+
+        Returns:
+            The row of each, or PASSED_OVER, [steps] int64.
+        """
+        fits = self.room[0] >= sizes[0]
+        for of_rows, size in zip(self.room[1:], sizes[1:], strict=True):
+            fits &= of_rows >= size
+        least = np.where(fits, self.loads, _NO_ROW).min(axis=0)
+        is_placed = least != _NO_ROW
+        rows = np.where(is_placed, least & self.row_mask, PASSED_OVER)
+        placed = rows[is_placed], self.steps[is_placed]
+        self.loads[placed] += costs[is_placed]
+        for of_rows, size in zip(self.room, sizes, strict=True):
+            of_rows[placed] -= size[is_placed]
+        return rows
+
+
+def _fill_last_step(places: IntArray, sizes: IntArray, num_rows: int) -> tuple[IntArray, IntArray, int]:
     """Where the last step has fewer samples than rows, complete it with samples of the rows that have most.
 
     Args:
-        dealt: samples of every step, row after row; updated.
-        sizes: samples of every row of every step; updated.
+        places: of all steps, row after row, [n].
+        sizes: of all rows, [steps * num_rows].
+        num_rows: of a step.
 
     Returns:
-        How many samples had to be left out instead, fewer than the rows of a step: no row has two to give one of.
+        places and sizes, changed so; and how many samples had to be left out instead, fewer than the rows of a step,
+        since no row had two to give one of.
     """
-    if not dealt or len(dealt[-1]) >= len(sizes[-1]):
-        return 0
-    last, of_last = dealt.pop().tolist(), sizes.pop()
-    while len(last) < len(of_last):
-        step = max(range(len(sizes)), key=lambda step: sizes[step].max(), default=-1)
-        if step < 0 or sizes[step].max() < 2:
-            return len(last)
-        row = int(sizes[step].argmax())
-        end = int(sizes[step][: row + 1].sum())
-        last.append(int(dealt[step][end - 1]))
-        dealt[step] = np.delete(dealt[step], end - 1)
-        sizes[step][row] -= 1
-    dealt.append(np.array(last))
-    sizes.append(np.ones_like(of_last))
-    return 0
+    before, in_last = sizes[:-num_rows].copy(), int(sizes[-num_rows:].sum())
+    begins = np.cumsum(before) - before
+    given: list[int] = []
+    while in_last + len(given) < num_rows:
+        row = int(before.argmax()) if len(before) else -1
+        if row < 0 or before[row] < 2:
+            return places[:-in_last], sizes[:-num_rows], in_last
+        before[row] -= 1
+        given.append(int(begins[row] + before[row]))
+    if not given:
+        return places, sizes, 0
+    return (
+        np.concatenate([np.delete(places, given), places[given]]),
+        np.concatenate([before, np.ones(num_rows, np.int64)]),
+        0,
+    )
+
+
+def _put_before(places: IntArray, step_of: IntArray, windows: IntArray) -> IntArray:
+    """The windows, opened by the places that wait for them.
+
+    Args:
+        places: [n].
+        step_of: which window each opens, [n].
+        windows: [steps, window].
+
+    Returns:
+        [steps, most places of a window + window], `NOBODY` in front of those with fewer.
+    """
+    by_step = np.argsort(step_of, kind="stable")
+    counts = np.bincount(step_of, minlength=len(windows))
+    opening = np.full((len(windows), counts.max()), NOBODY)
+    opening[np.arange(counts.max()) >= counts.max() - counts[:, None]] = places[by_step]
+    return np.concatenate([opening, windows], axis=1)
