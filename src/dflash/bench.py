@@ -2,19 +2,29 @@
 
     python -m dflash.bench
     python -m dflash.bench data=jsonl data.path=answers.jsonl target=hf target.name=Qwen/Qwen3-8B
+    python -m dflash.bench samplers=[]
 
 Rounds are interleaved in one process, figures are medians of them, ratios are to the sorted sampler. Writes `bench.csv`
-and `bench.png`.
+and `bench.png`; and, unless `kernels=null`, `kernels.csv`: block attention and loss against what they replace, and the
+drafter's step, on inputs of one size.
 """
 
 import csv
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from dflash.checks import check_integer
 from dflash.command import command
+
+if TYPE_CHECKING:
+    from dflash.benchmarks.kernels import KernelSizes
+    from dflash.benchmarks.steps import TrainingSteps
+    from dflash.samplers.base import LengthBatchSampler
 
 
 @command("bench")
@@ -31,17 +41,12 @@ def bench(config: DictConfig, out_folder: Path) -> None:
     Raises:
         ValueError: something in the configuration or the data can not be; the message names it.
     """
-    import numpy as np
     import torch
-    from tqdm import tqdm
 
     from dflash.benchmarks.setup import training_steps
-    from dflash.benchmarks.steps import BenchRow, measure_samplers
-    from dflash.data.schedule import plan_samples
+    from dflash.config import instantiate
     from dflash.measuring import matrix_peak
     from dflash.memory import keep_freed_memory
-    from dflash.report.plots import plot_bench
-    from dflash.report.tables import text_table
     from dflash.samplers.choice import named_samplers
 
     keep_freed_memory()
@@ -49,44 +54,99 @@ def bench(config: DictConfig, out_folder: Path) -> None:
         check_integer(key, config[key], 1)
     config.batch.probe_first = True  # peak memory is that of the first batch
     samplers = named_samplers(config.samplers, config.cost)
+    sizes = instantiate(config.kernels) if config.kernels else None
     steps = training_steps(config)
+    device = steps.target.device
+    peak = matrix_peak(steps.compute_dtype, device)
+    print(
+        f"{config.target.name} in {steps.target.model.dtype}, drafter in {steps.compute_dtype}, on {device}, "
+        f"{torch.get_num_threads()} threads; matrix peak {peak / 1e9:,.0f} GFLOP/s",
+        flush=True,
+    )
+    if samplers:
+        bench_samplers(steps, samplers, config, peak, out_folder)
+    if sizes:
+        bench_kernels(steps, sizes, config, peak, out_folder)
+
+
+def bench_samplers(
+    steps: "TrainingSteps",
+    samplers: dict[str, "LengthBatchSampler"],
+    config: DictConfig,
+    matrix_peak: float,
+    out_folder: Path,
+) -> None:
+    """Training steps under every sampler: `bench.csv`, `bench.png`."""
+    import numpy as np
+
+    from dflash.benchmarks.steps import BenchRow, bench_cases, measure_samplers
+    from dflash.data.schedule import plan_samples
+    from dflash.report.plots import plot_bench
+
     plans = {
         name: plan_samples(sampler, steps.dataset, steps.limits, seed=config.seed, epoch=0, world_size=1, accumulate=1)
         for name, sampler in samplers.items()
     }
     if any(plan.packed for plan in plans.values()):
         steps.target.check_packing()
-    device, lengths = steps.target.device, steps.dataset.lengths
-    peak = matrix_peak(steps.compute_dtype, device)
+    lengths = steps.dataset.lengths
     print(
-        f"{config.target.name} in {steps.target.model.dtype}, drafter in {steps.compute_dtype}, on {device}, "
-        f"{torch.get_num_threads()} threads; matrix peak {peak / 1e9:,.0f} GFLOP/s\n{len(lengths):,} samples of "
-        f"{lengths.min():,} to {lengths.max():,} tokens, median {np.median(lengths):,.0f}; batches an epoch: "
-        + ", ".join(f"{name} {plan.num_batches}" for name, plan in plans.items()),
+        f"{len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, median {np.median(lengths):,.0f}; "
+        "batches an epoch: " + ", ".join(f"{name} {plan.num_batches}" for name, plan in plans.items()),
         flush=True,
     )
-    with tqdm(total=len(plans) * (config.rounds + 1), desc="measuring", unit="turn") as bar:
+    cases = bench_cases(plans)
+    with _progress(len(cases) * (config.rounds + 1)) as on_turn:
+        rows = measure_samplers(
+            steps,
+            cases,
+            rounds=config.rounds,
+            batches_per_round=config.batches_per_round,
+            matrix_peak=matrix_peak,
+            on_turn=on_turn,
+        )
+    _write_table(BenchRow, rows, out_folder / "bench.csv")
+    plot_bench([asdict(row) for row in rows], out_folder / "bench.png")
+    print(out_folder / "bench.png")
+
+
+def bench_kernels(
+    steps: "TrainingSteps", sizes: "KernelSizes", config: DictConfig, matrix_peak: float, out_folder: Path
+) -> None:
+    """Block attention, loss and the drafter's step: `kernels.csv`."""
+    from dflash.benchmarks.kernels import KernelRow, kernel_cases, measure_kernels
+
+    kinds = kernel_cases(steps, sizes)
+    with _progress(sum(map(len, kinds)) * (config.rounds + 1)) as on_turn:
+        rows = measure_kernels(
+            kinds, steps.target.device, rounds=config.rounds, matrix_peak=matrix_peak, on_turn=on_turn
+        )
+    _write_table(KernelRow, rows, out_folder / "kernels.csv")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="measuring", unit="turn") as bar:
 
         def on_turn(name: str) -> None:
             bar.set_postfix_str(name)
             bar.update()
 
-        rows = measure_samplers(
-            steps,
-            plans,
-            rounds=config.rounds,
-            batches_per_round=config.batches_per_round,
-            matrix_peak=peak,
-            on_turn=on_turn,
-        )
-    columns = [field.name for field in fields(BenchRow)]
-    with (out_folder / "bench.csv").open("w", newline="", encoding="utf-8") as file:
+        yield on_turn
+
+
+def _write_table(kind: type, rows: Sequence[Any], path: Path) -> None:
+    """The rows as a table, in the file and on the screen."""
+    from dflash.report.tables import text_table
+
+    columns = [field.name for field in fields(kind)]
+    with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, columns)
         table.writeheader()
         table.writerows(asdict(row) for row in rows)
-    plot_bench([asdict(row) for row in rows], out_folder / "bench.png")
-    print(f"\n{text_table(columns, [list(asdict(row).values()) for row in rows])}")
-    print(f"\n{out_folder / 'bench.csv'}\n{out_folder / 'bench.png'}")
+    print(f"\n{text_table(columns, [list(asdict(row).values()) for row in rows])}\n\n{path}")
 
 
 if __name__ == "__main__":

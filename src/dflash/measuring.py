@@ -1,5 +1,6 @@
 """Seconds, memory and the machine's own limit: what `dflash.bench` measures with."""
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,7 @@ def peak_tensor_bytes(function: Callable[[], Any], device: torch.device) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    os.environ["KINETO_LOG_LEVEL"] = "6"  # else it tells every start and stop on the screen
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         function()

@@ -56,7 +56,7 @@ def test_rows_of_a_step_cost_alike_where_attention_counts(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_step_takes_the_next_samples_of_the_order_but_for_a_few_that_do_not_fit(seed: int) -> None:
-    lengths = mixed(400)  # so few that one step is composed after the other
+    lengths = mixed(320)  # so few that one step is composed after the other
     plan = plan_of(lengths, seed=seed)
     assert plan.num_steps >= 3
     order = np.random.default_rng(np.random.SeedSequence([seed, 1])).permutation(len(lengths))

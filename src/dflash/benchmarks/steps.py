@@ -7,6 +7,7 @@ of them. A round takes other batches of a sampler's plan than the rounds before,
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from dflash.samplers.limits import BatchLimits
 from dflash.target.frozen import FrozenTarget, decoder_layers
 from dflash.training.lightning_module import DFlashModule
 from dflash.training.objective import block_labels
+
+Layout = Literal["padded", "packed", "equal_lengths"]  # the last: see `with_equal_lengths`
 
 PARTS = ("target", "drafter", "step")
 REFERENCE = "sorted"
@@ -87,9 +90,12 @@ class TrainingSteps:
         self.optimizer = module.configure_optimizers()["optimizer"]
         self.target_shape, self.drafter_shape = target_shape(target), drafter_shape(module)
 
-    def collate(self, sample_ids: np.ndarray, packed: bool) -> Batch:
+    def collate(self, sample_ids: np.ndarray, layout: Layout) -> Batch:
         """The samples as a batch on the target's device."""
+        packed = layout != "padded"
         batch = collate(self.dataset, sample_ids, self.limits, packed=packed, seed=self.seed, epoch=0)
+        if layout == "equal_lengths":
+            batch = with_equal_lengths(batch)
         return batch.to(self.target.device)
 
     def read(self, batch: Batch) -> None:
@@ -108,11 +114,11 @@ class TrainingSteps:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def measure(self, sample_ids: np.ndarray, work: dict[str, Work], packed: bool = False) -> None:
+    def measure(self, sample_ids: np.ndarray, work: dict[str, Work], layout: Layout = "padded") -> None:
         """One step on these samples, added to the `work` of every part."""
         device = self.target.device
         begin = synchronised_seconds(device)
-        batch = self.collate(sample_ids, packed)
+        batch = self.collate(sample_ids, layout)
         collated = synchronised_seconds(device)
         self.read(batch)
         read = synchronised_seconds(device)
@@ -124,9 +130,9 @@ class TrainingSteps:
         work["drafter"].add(tokens, end - read, drafter_flops)
         work["step"].add(tokens, end - begin, target_flops + drafter_flops)
 
-    def peak_bytes(self, sample_ids: np.ndarray, packed: bool) -> dict[str, int]:
+    def peak_bytes(self, sample_ids: np.ndarray, layout: Layout) -> dict[str, int]:
         """Memory of the tensors that each part makes, at its peak."""
-        device, batch = self.target.device, self.collate(sample_ids, packed)
+        device, batch = self.target.device, self.collate(sample_ids, layout)
         self.read(batch)
         self.train(batch)  # the first step makes the optimizer's state, which stays
         batch.hidden = None
@@ -154,53 +160,80 @@ class TrainingSteps:
         )
 
 
+def with_equal_lengths(batch: Batch) -> Batch:
+    """A packed batch's tokens cut into as many samples of one length, its anchors where they were.
+
+    What the same work costs where nothing can be padded, in the plainest layout. Less than a token a sample is lost.
+    """
+    num_samples = len(batch.lengths)
+    length = max(batch.num_real_tokens // num_samples, 1)
+    total = num_samples * length
+    places = batch.starts[batch.anchor_doc] + batch.anchors
+    places = places[places < total]
+    return Batch(
+        input_ids=batch.input_ids[0, :total].view(num_samples, length),
+        loss_mask=batch.loss_mask[0, :total].view(num_samples, length),
+        lengths=torch.full_like(batch.lengths, length),
+        sample_ids=batch.sample_ids,
+        anchors=places % length,
+        anchor_doc=places // length,
+        epoch=batch.epoch,
+    )
+
+
+def bench_cases(plans: dict[str, Plan]) -> dict[str, tuple[Plan, Layout]]:
+    """What is measured: every plan; beside a packed one the same work with samples of equal length."""
+    cases: dict[str, tuple[Plan, Layout]] = {n: (p, "packed" if p.packed else "padded") for n, p in plans.items()}
+    return cases | {f"{name}_equal_lengths": (plan, "equal_lengths") for name, plan in plans.items() if plan.packed}
+
+
 def measure_samplers(
     steps: TrainingSteps,
-    plans: dict[str, Plan],
+    cases: dict[str, tuple[Plan, Layout]],
     *,
     rounds: int,
     batches_per_round: int,
     matrix_peak: float,
     on_turn: Callable[[str], object],
 ) -> list[BenchRow]:
-    """Run steps of every plan in turns.
+    """Run steps of every case in turns.
 
     Args:
         steps: what is measured.
-        plans: by sampler.
+        cases: by name.
         rounds: over which the median is taken.
-        batches_per_round: of each sampler.
+        batches_per_round: of each case.
         matrix_peak: floating-point operations a second of a plain matrix product.
-        on_turn: called with the sampler's name after each of its turns.
+        on_turn: called with the case's name after each of its turns.
 
     Returns:
-        A row for every part and sampler.
+        A row for every part and case.
     """
     chosen, peaks = {}, {}
-    for name, plan in plans.items():
-        chosen[name] = spread_batches(steps.limits, steps.dataset, plan, rounds, batches_per_round)
+    for case, (plan, layout) in cases.items():
+        chosen[case] = spread_batches(steps.limits, steps.dataset, plan, rounds, batches_per_round)
         # The most expensive batch: plans of epoch 0 begin with it, see BatchLimits.probe_first.
-        peaks[name] = steps.peak_bytes(plan.batch(0, 0, 0), plan.packed)
-        on_turn(name)
-    work = {name: [{part: Work() for part in PARTS} for _ in range(rounds)] for name in plans}
-    names = list(plans)
+        peaks[case] = steps.peak_bytes(plan.batch(0, 0, 0), layout)
+        on_turn(case)
+    work = {case: [{part: Work() for part in PARTS} for _ in range(rounds)] for case in cases}
+    names = list(cases)
     for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            for number in chosen[name][turn]:
-                plan = plans[name]
-                steps.measure(plan.batch(number, 0, 0), work[name][turn], plan.packed)
-            on_turn(name)
+        for case in names[turn % len(names) :] + names[: turn % len(names)]:
+            plan, layout = cases[case]
+            for number in chosen[case][turn]:
+                steps.measure(plan.batch(number, 0, 0), work[case][turn], layout)
+            on_turn(case)
     rows = []
     for part in PARTS:
-        for name in names:
-            of_rounds = [of_round[part] for of_round in work[name]]
+        for case in cases:
+            of_rounds = [of_round[part] for of_round in work[case]]
             reference = [of_round[part] for of_round in work[REFERENCE]] if REFERENCE in work else None
             rows.append(
                 BenchRow(
-                    case=f"{part}/{name}",
+                    case=f"{part}/{case}",
                     real_tokens_per_s=median(w.rate for w in of_rounds),
                     ratio_to_sorted=ratio_of(of_rounds, reference),
-                    peak_mib=peaks[name][part] / 2**20,
+                    peak_mib=peaks[case][part] / 2**20,
                     share_of_peak=median(w.flops / w.seconds for w in of_rounds) / matrix_peak,
                 )
             )

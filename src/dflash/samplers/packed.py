@@ -50,7 +50,7 @@ class PackedSampler(LengthBatchSampler):
         """Steps from one random order; a sample over the budget (`too_long=alone`) gets a row of its own."""
         order = rng.permutation(len(lengths))
         dealer = Dealer(lengths[order], anchors[order], limits, self.cost, batches_per_step)
-        window = dealer.samples_of_a_step * 3 // 2 + _LOOK_AHEAD
+        window = dealer.samples_of_a_step * 5 // 4 + 2 * MAX_SKIPPED  # what a step looks at, as a rule
         unseen = np.arange(len(order))  # places in the order that no step has looked at
         waiting, waiting_for = unseen[:0], unseen[:0]  # places passed over, and by which of the steps before
         dealt: list[IntArray] = []  # places, row after row
@@ -130,22 +130,25 @@ class Dealer:
             The row of each candidate, or PASSED_OVER, or NOT_SEEN, [steps, window] int64.
         """
         is_taken, seen = self._take(candidates)
-        taken = np.where(is_taken, candidates, NOBODY)
-        by_cost = (-self.costs[taken]).argsort(axis=1, kind="stable")[:, : is_taken.sum(axis=1).max()]
-        turns = np.take_along_axis(taken, by_cost, axis=1).T.copy()  # in each, a sample of every step, or nobody
-        row_of = np.empty_like(turns)
-        rows_of_steps = _Rows(self.num_rows, len(candidates), self.bounds, self.row_mask)
-        for turn, places in enumerate(turns):
-            row_of[turn] = rows_of_steps.place([of_all[places] for of_all in self.sizes], self.costs[places])
-
         is_seen = (np.arange(candidates.shape[1]) < seen[:, None]) & (candidates != NOBODY)
         rows = np.where(is_seen, PASSED_OVER, NOT_SEEN)
-        dealt = rows.copy()
-        np.put_along_axis(dealt, by_cost, row_of.T, axis=1)
-        rows[is_taken] = dealt[is_taken]  # not what nobody got
+        rows[is_taken] = self._rows_of(candidates, is_taken)[is_taken] if self.num_rows > 1 else 0
         if not is_all:
             rows[seen == candidates.shape[1]] = NOT_SEEN
         return rows
+
+    def _rows_of(self, candidates: IntArray, is_taken: NDArray[np.bool_]) -> IntArray:
+        """The row of each candidate that is taken, or PASSED_OVER; anything for the others; [steps, window] int64."""
+        taken = np.where(is_taken, candidates, NOBODY)
+        by_cost = (-self.costs[taken]).argsort(axis=1, kind="stable")[:, : is_taken.sum(axis=1).max()]
+        turns = np.take_along_axis(taken, by_cost, axis=1).T.copy()  # in each, a sample of every step, or nobody
+        dealt = np.empty_like(turns)
+        rows = _Rows(self.num_rows, len(candidates), self.bounds, self.row_mask)
+        for turn, places in enumerate(turns):
+            dealt[turn] = rows.place([of_all[places] for of_all in self.sizes], self.costs[places])
+        row_of = np.empty_like(candidates)
+        np.put_along_axis(row_of, by_cost, dealt.T, axis=1)
+        return row_of
 
     def _take(self, candidates: IntArray) -> tuple[NDArray[np.bool_], IntArray]:
         """Of every window the longest prefix that a step has room for, and of the samples behind it those that fit.
