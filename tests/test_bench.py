@@ -5,22 +5,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dflash.benchmarks.fit import fit_cost, non_negative_least_squares
-from dflash.benchmarks.steps import Work, ratio_of, spread_batches
+from dflash.benchmarks.kernels import KernelSizes, attention_cases, loss_cases
+from dflash.benchmarks.steps import Work, ratio_of, spread_batches, with_equal_lengths
+from dflash.data.collate import collate
 from dflash.samplers.full_shuffle import FullShuffleSampler
 from dflash.samplers.limits import BatchLimits
 from tests.commands import run_module
 from tests.data.make import random_rows, token_datasets
+from tests.training.test_objective import module_for
+from tests.training.tiny import tiny_drafter, tiny_ends
 
 TINY = [
     "target=tiny", "data.max_samples=80", "data.val_fraction=0.2", "data.median_tokens=30", "data.longest_tokens=200",
     "drafter.num_layers=1", "drafter.target_layer_ids=[0,1]", "batch.token_budget=1024", "num_threads=1",
 ]  # fmt: skip
 
+TINY_KERNELS = ["kernels.documents=4", "kernels.document_tokens=64", "kernels.anchors_per_document=16",
+                "kernels.loss_slots=512", "objective.chunk_slots=64"]  # fmt: skip
+
 
 def test_it_writes_a_row_for_every_part_and_sampler(tmp_path: Path) -> None:
-    result = run_module("bench", *TINY, "rounds=2", "batches_per_round=1", "samplers=[sorted,random]", cwd=tmp_path)
+    options = ["rounds=2", "batches_per_round=1", "samplers=[sorted,random]", *TINY_KERNELS]
+    result = run_module("bench", *TINY, *options, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     (table,) = tmp_path.glob("outputs/bench/*/*/bench.csv")
     rows = list(csv.DictReader(table.open()))
@@ -37,6 +46,19 @@ def test_it_writes_a_row_for_every_part_and_sampler(tmp_path: Path) -> None:
     assert of["step/sorted"] < min(of["target/sorted"], of["drafter/sorted"])
     assert (table.parent / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "step/random" in result.stdout
+    assert "profiler" not in result.stdout + result.stderr
+
+    kernels = list(csv.DictReader((table.parent / "kernels.csv").open()))
+    assert list(kernels[0]) == ["case", "seconds", "speed_ratio", "peak_mib", "memory_ratio", "share_of_peak"]
+    assert [row["case"] for row in kernels] == [
+        "attention/dense_padded", "attention/dense_packed", "attention/grouped",
+        "loss/full_logits", "loss/chunked", "drafter_step",
+    ]  # fmt: skip
+    assert all(float(row["seconds"]) > 0 and float(row["peak_mib"]) > 0 for row in kernels)
+    memory = {row["case"]: float(row["memory_ratio"]) for row in kernels}
+    assert memory["attention/dense_packed"] > memory["attention/dense_padded"] == 1.0
+    assert memory["loss/chunked"] < 0.5  # 64 of 512 slots at a time
+    assert 0 < float(kernels[-1]["share_of_peak"]) < 1
 
 
 def test_an_unknown_sampler_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -62,6 +84,37 @@ def test_rounds_measure_different_batches_from_every_stratum(tmp_path: Path) -> 
         assert all(abs(np.searchsorted(quarters, longest[n]) - k) <= 1 for k, n in enumerate(of_round))
     with pytest.raises(ValueError, match=r"batches_per_round=999 is more than the \d+ batches"):
         spread_batches(limits, dataset, plan, rounds=1, batches_per_round=999)
+
+
+def test_kernels_compute_the_same_in_every_way() -> None:
+    module, sizes = (
+        module_for(tiny_drafter(), tiny_ends(), chunk_slots=8),
+        KernelSizes(documents=3, document_tokens=20, anchors_per_document=7, loss_slots=33),
+    )
+    for cases in (attention_cases(module, sizes, torch.float32), loss_cases(module, sizes)):
+        (first, *others) = [case.run() for case in cases.values()]
+        assert others
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_kernel_may_be_given_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"kernels\.documents=0"):
+        KernelSizes(documents=0)
+
+
+def test_equal_lengths_keep_tokens_and_anchors_where_they_were(tmp_path: Path) -> None:
+    dataset, _ = token_datasets(tmp_path, random_rows([9, 40, 23, 15]), random_rows([9]))
+    batch = collate(dataset, range(len(dataset)), BatchLimits(400, 16, 5), packed=True, seed=0, epoch=0)
+    equal = with_equal_lengths(batch)
+    length = batch.num_real_tokens // len(batch.lengths)
+    assert equal.input_ids.shape == (len(batch.lengths), length)
+    assert equal.lengths.tolist() == [length] * len(batch.lengths)
+    total = equal.input_ids.numel()
+    assert equal.input_ids.flatten().tolist() == batch.input_ids[0, :total].tolist()
+    assert equal.loss_mask.flatten().tolist() == batch.loss_mask[0, :total].tolist()
+    flat = (batch.cu_seqlens[:-1][batch.anchor_doc] + batch.anchors).tolist()
+    assert (equal.anchor_doc * length + equal.anchors).tolist() == [place for place in flat if place < total]
 
 
 def test_the_ratio_is_the_median_of_the_rounds_own_ratios() -> None:

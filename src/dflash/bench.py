@@ -53,7 +53,7 @@ def bench(config: DictConfig, out_folder: Path) -> None:
     for key in ("rounds", "batches_per_round"):
         check_integer(key, config[key], 1)
     config.batch.probe_first = True  # peak memory is that of the first batch
-    samplers = named_samplers(config.samplers, config.cost)
+    samplers = named_samplers(config.samplers, config.cost) if config.samplers else {}
     sizes = instantiate(config.kernels) if config.kernels else None
     steps = training_steps(config)
     device = steps.target.device

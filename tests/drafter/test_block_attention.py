@@ -69,17 +69,25 @@ def test_a_backend_computes_the_rule(backend: str, packed: bool, docs: Documents
     starts, rows, row_length = layout(docs, packed)
     num_blocks = sum(len(anchors) for _, anchors in docs)
     query = torch.randn(num_blocks, block_size, HEADS, DIM, dtype=torch.float64)
-    own_key, own_value = torch.randn(2, num_blocks, block_size, KEY_HEADS, DIM, dtype=torch.float64)
-    context_key, context_value = torch.randn(2, rows, row_length, KEY_HEADS, DIM, dtype=torch.float64)
+    own_key, own_value = torch.randn(2, num_blocks, block_size, KEY_HEADS, DIM, dtype=torch.float64).unbind()
+    context_key, context_value = torch.randn(2, rows, row_length, KEY_HEADS, DIM, dtype=torch.float64).unbind()
     attention = block_attention(
         backend,
         torch.tensor([a for _, anchors in docs for a in anchors]),
         torch.tensor([start for start, (_, anchors) in zip(starts, docs, strict=True) for _ in anchors]),
         num_rows=rows, row_length=row_length, block_size=block_size,
     )  # fmt: skip
-    got = attention(query, own_key, own_value, context_key, context_value)
+    inputs = [t.requires_grad_() for t in (query, own_key, own_value, context_key, context_value)]
+    got = attention(*inputs)
     expected = by_the_rule(docs, starts, query, (own_key, own_value), (context_key, context_value))
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    upstream = torch.randn_like(got)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream, materialize_grads=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
 def test_more_blocks_than_a_group_holds_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +98,7 @@ def test_more_blocks_than_a_group_holds_give_the_same(monkeypatch: pytest.Monkey
     ]  # fmt: skip
     results = []
     for slots in (4, 12, 1000):
-        monkeypatch.setattr("dflash.drafter.block_attention.GROUP_SLOTS", slots)
+        monkeypatch.setattr("dflash.drafter.grouped_attention.GROUP_SLOTS", slots)
         attention = block_attention("grouped", anchors, starts, num_rows=1, row_length=50, block_size=4)
         results.append(attention(*inputs))
     torch.testing.assert_close(results[0], results[1])

@@ -169,11 +169,12 @@ def loss_cases(module: DFlashModule, sizes: KernelSizes, seed: int = 0) -> dict[
     generator = torch.Generator(device).manual_seed(seed)
     states = torch.randn(sizes.loss_slots, width, generator=generator, device=device).to(ends.head.dtype)
     labels = torch.randint(vocab_size, (sizes.loss_slots,), generator=generator, device=device)
-    weights = torch.rand(sizes.loss_slots, generator=generator, device=device)
+    wide = torch.promote_types(ends.head.dtype, torch.float32)
+    weights = torch.rand(sizes.loss_slots, generator=generator, device=device).to(wide)
 
     def full() -> list[Tensor]:
         inputs = states.detach().requires_grad_()
-        loss = (F.cross_entropy(ends.logits(inputs).float(), labels, reduction="none") * weights).sum()
+        loss = (F.cross_entropy(ends.logits(inputs).to(wide), labels, reduction="none") * weights).sum()
         return [loss, *torch.autograd.grad(loss, inputs)]
 
     def chunked() -> list[Tensor]:

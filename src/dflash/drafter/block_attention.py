@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash.checks import suggestion
+from dflash.drafter.grouped_attention import GroupedBlockAttention
 
 # (query, block_key, block_value, context_key, context_value) -> attended, shapes as in `DenseBlockAttention.__call__`.
 BlockAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 BACKENDS = ("auto", "grouped", "dense")
-GROUP_SLOTS = 128  # slots of neighbouring blocks that attend together: fewer waste less, more fill the matrix units
 
 
 def check_backend(backend: str) -> str:
@@ -54,65 +54,6 @@ def block_attention(
     if backend == "dense" or (backend == "auto" and anchors.device.type != "cpu"):
         return DenseBlockAttention(anchors, starts, num_rows=num_rows, row_length=row_length, block_size=block_size)
     return GroupedBlockAttention(anchors, starts, block_size=block_size)
-
-
-class GroupedBlockAttention:
-    """Neighbouring blocks of a document attend together to its context up to the last one's anchor, and to themselves.
-
-    What is masked is computed only between the first and the last anchor of a group.
-
-    Args:
-        anchors: [N] int64, ascending within a document.
-        starts: [N] int64, ascending.
-        block_size: K.
-    """
-
-    def __init__(self, anchors: Tensor, starts: Tensor, *, block_size: int) -> None:
-        self.groups: list[tuple[int, int, int, int, Tensor]] = []  # first block, end, context begin, end, mask
-        blocks_in_group = max(GROUP_SLOTS // block_size, 1)
-        anchor_list, start_list = anchors.tolist(), starts.tolist()
-        first = 0
-        while first < len(anchor_list):
-            end = first + 1
-            while end < min(first + blocks_in_group, len(anchor_list)) and start_list[end] == start_list[first]:
-                end += 1
-            start, reach = start_list[first], anchor_list[end - 1]
-            # Strictly before the anchor: its own hidden state does not exist yet when decoding drafts from it.
-            sees = torch.arange(reach, device=anchors.device) < anchors[first:end, None]  # [G, P]
-            hidden_from = torch.zeros(sees.shape, device=anchors.device).masked_fill_(~sees, float("-inf"))
-            self.groups.append((first, end, start, start + reach, hidden_from))
-            first = end
-
-    def __call__(
-        self, query: Tensor, block_key: Tensor, block_value: Tensor, context_key: Tensor, context_value: Tensor
-    ) -> Tensor:
-        """Attend; shapes as in `DenseBlockAttention.__call__`."""
-        _, block_size, num_heads, head_dim = query.shape
-        num_key_heads = context_key.shape[2]
-        repeats = num_heads // num_key_heads
-        # By key head, its query heads side by side: key heads need not be repeated. R stands for repeats.
-        query = query.unflatten(2, (num_key_heads, repeats)) * head_dim**-0.5  # [N, K, heads, R, D]
-        keys, values = context_key.flatten(0, 1).transpose(0, 1), context_value.flatten(0, 1).transpose(0, 1)
-        attended = []
-        for first, end, begin, until, mask in self.groups:
-            size = end - first
-            of_group = query[first:end].permute(2, 0, 3, 1, 4)  # [heads, G, R, K, D]
-            own_key = block_key[first:end].permute(2, 0, 3, 1)  # [heads, G, D, K]
-            own_value = block_value[first:end].permute(2, 0, 1, 3)  # [heads, G, K, D]
-            by_block = of_group.reshape(num_key_heads, size, repeats * block_size, head_dim)
-            own_scores = by_block @ own_key  # [heads, G, R * K, K]
-            rows = by_block.reshape(num_key_heads, size * repeats * block_size, head_dim)
-            scores = (rows @ keys[:, begin:until].transpose(1, 2)).view(*own_scores.shape[:3], until - begin)
-            scores = scores + mask[:, None].to(scores.dtype)
-            # The softmax itself in float32 or wider: in bfloat16 sums of many small shares lose what is left of them.
-            wide = torch.promote_types(scores.dtype, torch.float32)
-            shares = torch.cat([scores, own_scores], dim=-1).softmax(dim=-1, dtype=wide).to(query.dtype)
-            context_shares, own_shares = shares.split([until - begin, block_size], dim=-1)
-            result = own_shares @ own_value
-            result = result + (context_shares.flatten(1, 2) @ values[:, begin:until]).view_as(result)
-            result = result.view(num_key_heads, size, repeats, block_size, head_dim).permute(1, 3, 0, 2, 4)
-            attended.append(result.reshape(size, block_size, num_heads, head_dim))
-        return torch.cat(attended)
 
 
 class DenseBlockAttention:

@@ -162,13 +162,11 @@ class WeightedHeadCrossEntropy(torch.autograd.Function):
         with torch.autocast(states.device.type, enabled=False):  # the head's own dtype decides
             for start in range(0, len(states), chunk_slots):
                 rows = slice(start, start + chunk_slots)
-                logits = ends.logits(states[rows]).to(wide)
-                label = labels[rows, None]
-                log_partition = logits.logsumexp(dim=-1, keepdim=True)
-                slot_loss[rows] = (log_partition - logits.gather(-1, label)).squeeze(-1)
-                slot_correct[rows] = logits.argmax(dim=-1) == labels[rows]
-                if gradient is not None:
-                    gradient[rows] = _head_backward(logits, log_partition, label, weights[rows, None], ends)
+                slot_loss[rows], slot_correct[rows], of_rows = _chunk(
+                    states[rows], labels[rows, None], weights[rows, None], ends, with_gradient=gradient is not None
+                )
+                if gradient is not None and of_rows is not None:
+                    gradient[rows] = of_rows
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(slot_loss, slot_correct)
         return (slot_loss * weights).sum(), slot_loss, slot_correct
@@ -180,12 +178,36 @@ class WeightedHeadCrossEntropy(torch.autograd.Function):
         return gradient * grad_loss.to(gradient.dtype), None, None, None, None
 
 
-def _head_backward(logits: Tensor, log_partition: Tensor, label: Tensor, weight: Tensor, ends: TargetEnds) -> Tensor:
-    """d(sum of weight * cross-entropy) / d states of one chunk, [R, H]. Overwrites `logits`."""
+def _chunk(
+    states: Tensor, label: Tensor, weight: Tensor, ends: TargetEnds, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """R slots at once.
+
+    Args:
+        states: [R, H].
+        label: [R, 1] int64.
+        weight: [R, 1].
+        ends: the target's LM head.
+        with_gradient: whether it is wanted.
+
+    Returns:
+        cross-entropy [R]; whether the most likely token is the label [R]; gradient of the sum of weight * cross-entropy
+        towards the states, [R, H].
+    """
+    logits = ends.logits(states)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     slope = None if ends.logit_softcap is None else 1 - (logits / ends.logit_softcap).square_()
-    error = logits.sub_(log_partition).exp_()  # softmax
-    error.scatter_add_(-1, label, torch.full_like(error[:, :1], -1.0))
-    error.mul_(weight * ends.logit_scale)
+    # All in one tensor: each one more would be written to, and read from, memory that no cache holds.
+    largest, most_likely = logits.max(dim=-1, keepdim=True)
+    shifted = logits.sub_(largest)
+    label_logit = shifted.gather(-1, label)
+    exponentials = shifted.exp_()
+    total = exponentials.sum(dim=-1, keepdim=True)
+    cross_entropy, correct = total.log() - label_logit, most_likely == label
+    if not with_gradient:
+        return cross_entropy.squeeze(-1), correct.squeeze(-1), None
+    scale = weight * ends.logit_scale
+    error = exponentials.mul_(scale / total).scatter_add_(-1, label, -scale)  # scale * (softmax, less 1 at the label)
     if slope is not None:
         error.mul_(slope)
-    return error.to(ends.head.dtype) @ ends.head
+    return cross_entropy.squeeze(-1), correct.squeeze(-1), error.to(ends.head.dtype) @ ends.head
