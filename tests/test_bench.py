@@ -21,6 +21,7 @@ from tests.training.tiny import tiny_drafter, tiny_ends
 TINY = [
     "target=tiny", "data.max_samples=80", "data.val_fraction=0.2", "data.median_tokens=30", "data.longest_tokens=200",
     "drafter.num_layers=1", "drafter.target_layer_ids=[0,1]", "batch.token_budget=1024", "num_threads=1",
+    "matrix_size=512",
 ]  # fmt: skip
 
 TINY_KERNELS = ["kernels.documents=4", "kernels.document_tokens=64", "kernels.anchors_per_document=16",

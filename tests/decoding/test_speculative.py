@@ -24,7 +24,7 @@ TARGETS: dict[str, PretrainedConfig] = {
     "gemma3 untied": Gemma3TextConfig(**_GEMMA, layer_types=["sliding_attention"] * 4, tie_word_embeddings=False),
 }  # fmt: skip
 STOP = 2
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 
 
 def prompts() -> list[list[int]]:

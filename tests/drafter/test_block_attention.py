@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dflash.drafter.block_attention import BACKENDS, block_attention, check_backend
+from dflash.drafter.block_attention import block_attention, check_backend, choose_backend
+from dflash.drafter.flex_block_attention import tiles_seen
 
 HEADS, KEY_HEADS, DIM = 4, 2, 3
 Documents = list[tuple[int, list[int]]]  # length and anchors of each
@@ -60,7 +61,7 @@ def layout(docs: Documents, packed: bool) -> tuple[list[int], int, int]:
     return [i * longest for i in range(len(docs))], len(docs), longest
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "auto"])
+@pytest.mark.parametrize("backend", ["grouped", "dense"])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @settings(max_examples=12, deadline=None)
 @given(docs=documents, block_size=st.integers(1, 5), seed=st.integers(0, 100))
@@ -103,6 +104,55 @@ def test_more_blocks_than_a_group_holds_give_the_same(monkeypatch: pytest.Monkey
         results.append(attention(*inputs))
     torch.testing.assert_close(results[0], results[1])
     torch.testing.assert_close(results[0], results[2])
+
+
+@settings(max_examples=15, deadline=None)
+@given(docs=documents, block_size=st.integers(1, 5), tile=st.sampled_from([2, 4, 16]))
+def test_tiles_of_keys_that_flex_passes_over_hold_nothing_to_see(docs: Documents, block_size: int, tile: int) -> None:
+    starts, rows, row_length = layout(docs, packed=True)
+    blocks = [(start, anchor) for start, (_, anchors) in zip(starts, docs, strict=True) for anchor in anchors]
+    begin, num_positions = torch.tensor([start for start, _ in blocks]), rows * row_length
+    end = begin + torch.tensor([anchor for _, anchor in blocks])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash.drafter.flex_block_attention.TILE", tile)
+        tiles = tiles_seen(begin, end, num_positions=num_positions, block_size=block_size)
+    num_slots = len(blocks) * block_size
+    assert tiles.shape == (-(-num_slots // tile), -(-(num_positions + num_slots) // tile))
+    for slot in range(num_slots):
+        start, anchor = blocks[slot // block_size]
+        own = num_positions + slot // block_size * block_size
+        for key in [*range(start, start + anchor), *range(own, own + block_size)]:
+            assert tiles[slot // tile, key // tile]
+    # Documents are few and short here, but what lies behind all that a tile sees is never taken.
+    furthest = max(range(len(blocks)), key=lambda n: int(end[n]))
+    assert not tiles[:, int(end[furthest] + tile - 1) // tile : num_positions // tile].any()
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_flex_attends_as_dense_does(block_size: int) -> None:
+    # Without the compiler, and forward alone: on a CPU torch has no backward pass of it. See tests/gpu.
+    torch.manual_seed(0)
+    anchors, starts = torch.tensor([0, 7, 200, 3, 150, 1]), torch.tensor([0, 0, 0, 240, 240, 400])
+    inputs = [
+        torch.randn(6, block_size, HEADS, 16),
+        *torch.randn(2, 6, block_size, KEY_HEADS, 16), *torch.randn(2, 1, 430, KEY_HEADS, 16),
+    ]  # fmt: skip
+    shape = {"num_rows": 1, "row_length": 430, "block_size": block_size}
+    with torch.no_grad():
+        flex, dense = (block_attention(b, anchors, starts, **shape)(*inputs) for b in ("flex", "dense"))
+    torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
+
+
+def test_auto_takes_what_the_device_can() -> None:
+    cpu, cuda, mps = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
+    assert choose_backend("auto", cpu, torch.float32, 64) == "grouped"
+    assert choose_backend("auto", cuda, torch.bfloat16, 64) == "flex"
+    assert choose_backend("auto", cuda, torch.float64, 64) == "dense"
+    assert choose_backend("auto", cuda, torch.bfloat16, 8) == "dense"
+    assert choose_backend("auto", mps, torch.bfloat16, 64) == "dense"
+    assert choose_backend("grouped", cuda, torch.bfloat16, 64) == "grouped"
+    with pytest.raises(ValueError, match=r"drafter\.attention=flex has no backward pass on a CPU.*attention=auto"):
+        choose_backend("flex", cpu, torch.float32, 64)
 
 
 def test_an_unknown_backend_is_named_with_those_there_are() -> None:

@@ -171,3 +171,37 @@ def test_gamma_is_published_for_three_block_sizes_and_asked_for_otherwise() -> N
         CrossEntropyObjective(4)
     with pytest.raises(ValueError, match=r"objective\.gamma='wide'"):
         CrossEntropyObjective(8, "wide")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["checkpointed", "compiled"])
+def test_how_layers_run_changes_no_gradient(how: str) -> None:
+    torch.manual_seed(0)
+    drafter, ends = tiny_drafter(num_layers=2), tiny_ends()
+    batches = [make_batch(["..xxxxx", "....xxxxxxxxx"], [[2, 4], [4, 7, 11]]), make_batch(["..xxxxx"], [[3]])]
+    expected = [gradients(drafter, ends, batch) for batch in batches]
+    if how == "checkpointed":
+        drafter.checkpoint_activations = True
+    else:
+        drafter.compile_layers(backend="eager")  # the graphs without the compiler, which takes a minute
+    for batch, of_batch in zip(batches, expected, strict=True):
+        torch.testing.assert_close(gradients(drafter, ends, batch), of_batch, rtol=1e-10, atol=1e-12)
+    assert set(drafter.state_dict()) == set(tiny_drafter(num_layers=2).state_dict())
+
+
+def test_checkpointing_keeps_less_for_the_backward_pass() -> None:
+    kept = {}
+    for checkpoint_activations in (False, True):
+        torch.manual_seed(0)
+        drafter, ends = tiny_drafter(num_layers=2), tiny_ends()
+        drafter.checkpoint_activations = checkpoint_activations
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.numel()) or t, lambda t: t):
+            module_for(drafter, ends).draft(make_batch(["....xxxxxxxxx"], [[4, 7, 11]]))
+        kept[checkpoint_activations] = sum(sizes)
+    assert kept[True] < kept[False] / 2
+
+
+def gradients(drafter: DFlashDrafter, ends: TargetEnds, batch: Batch) -> dict[str, torch.Tensor]:
+    drafter.zero_grad()
+    module_for(drafter, ends).draft(batch).loss_sum.backward()
+    return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}

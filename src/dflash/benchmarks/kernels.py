@@ -151,11 +151,14 @@ def attention_cases(
         context = [t.view(num_rows, -1, key_heads, width) for t in inputs[3:]]
         return list(torch.autograd.grad(attention(*inputs[:3], *context), inputs, upstream))
 
-    return {
+    cases = {
         "attention/dense_padded": KernelCase(lambda: attend("dense", rows)),
         "attention/dense_packed": KernelCase(lambda: attend("dense", 1)),
         "attention/grouped": KernelCase(lambda: attend("grouped", 1)),
     }
+    if device.type == "cuda":
+        cases["attention/flex"] = KernelCase(lambda: attend("flex", 1))
+    return cases
 
 
 def loss_cases(module: DFlashModule, sizes: KernelSizes, seed: int = 0) -> dict[str, KernelCase]:

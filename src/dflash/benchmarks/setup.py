@@ -42,7 +42,9 @@ def training_steps(config: DictConfig) -> TrainingSteps:
     vocab_size = target_config.get_text_config().vocab_size
     mask_token_id = resolve_mask_token_id(target_options.mask_token_id, tokenizer, vocab_size)
     shape = drafter_config(drafter_options, target_config, mask_token_id)
-    drafter = DFlashDrafter(shape, drafter_options.attention).to(device)
+    drafter = DFlashDrafter(shape, drafter_options.attention, drafter_options.checkpoint_activations).to(device)
+    if drafter_options.compile:
+        drafter.compile_layers()
     samples = token_samples(config)  # before the target is loaded: writing missing answers loads one, and lets it go
     model = load_causal_lm(target_options, config.cache_dir, target_dtype, device)
     ends = target_ends(model)
@@ -50,7 +52,7 @@ def training_steps(config: DictConfig) -> TrainingSteps:
     module = DFlashModule(
         drafter, ends, objective, instantiate(config.optimizer.optimizer), warmup_fraction=0.0, max_steps=1
     )
-    target = FrozenTarget(model, drafter.target_layer_ids, device)
+    target = FrozenTarget(model, drafter.target_layer_ids, device, target_options.prefill_chunk)
     return TrainingSteps(target, module, samples, limits, compute_dtype, config.seed)
 
 

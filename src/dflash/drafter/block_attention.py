@@ -4,9 +4,10 @@ The rule (design 4.6): a block with anchor a sees the context at t < a of its ow
 directions, and no other block. The context lies in B rows of S positions, padded (a document a row) or packed (many in
 one row); among the B * S positions, row after row, a block's context is `start` to `start + anchor`, that excluded.
 
-`block_attention` prepares a batch once, for every layer. Two backends, equal up to rounding:
+`block_attention` prepares a batch once, for every layer. Three backends, equal up to rounding:
 
-    grouped   computes the visible pairs and little more: neighbouring blocks of a document together
+    flex      one compiled kernel that passes over what is not seen: for GPUs
+    grouped   computes the visible pairs and little more, neighbouring blocks of a document together: for CPUs
     dense     one mask over (context + all blocks) of every row: the reference
 """
 
@@ -22,7 +23,8 @@ from dflash.drafter.grouped_attention import GroupedBlockAttention
 # (query, block_key, block_value, context_key, context_value) -> attended, shapes as in `DenseBlockAttention.__call__`.
 BlockAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-BACKENDS = ("auto", "grouped", "dense")
+BACKENDS = ("auto", "flex", "grouped", "dense")
+_LEAST_FLEX_HEAD_DIM = 16  # of the matrix units that its kernel is written for
 
 
 def check_backend(backend: str) -> str:
@@ -37,23 +39,50 @@ def check_backend(backend: str) -> str:
     return backend
 
 
+def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """What `auto` stands for, and whether flex can be had.
+
+    Args:
+        backend: one of BACKENDS.
+        device: of the drafter.
+        dtype: of its queries.
+        head_dim: of its heads.
+
+    Raises:
+        ValueError: flex on a CPU, where it has no backward pass.
+    """
+    if backend == "flex" and device.type == "cpu" and torch.is_grad_enabled():
+        raise ValueError(
+            "drafter.attention=flex has no backward pass on a CPU. Set drafter.attention=auto: it takes grouped there."
+        )
+    if backend != "auto":
+        return backend
+    if device.type == "cpu":
+        return "grouped"
+    has_kernel = device.type == "cuda" and dtype != torch.float64 and head_dim >= _LEAST_FLEX_HEAD_DIM
+    return "flex" if has_kernel else "dense"
+
+
 def block_attention(
     backend: str, anchors: Tensor, starts: Tensor, *, num_rows: int, row_length: int, block_size: int
 ) -> BlockAttention:
     """The attention of a batch's blocks.
 
     Args:
-        backend: grouped, dense, or auto: grouped on a CPU, dense elsewhere.
+        backend: flex, grouped or dense.
         anchors: [N] int64, position of each block's anchor in its document, ascending within a document.
         starts: [N] int64, where its document begins among the B * S positions, ascending.
         num_rows: B.
         row_length: S.
         block_size: K.
     """
-    # Off the CPU, many small products and what they keep for the backward pass cost more than one masked kernel.
-    if backend == "dense" or (backend == "auto" and anchors.device.type != "cpu"):
-        return DenseBlockAttention(anchors, starts, num_rows=num_rows, row_length=row_length, block_size=block_size)
-    return GroupedBlockAttention(anchors, starts, block_size=block_size)
+    if backend == "flex":
+        from dflash.drafter.flex_block_attention import FlexBlockAttention  # imports the compiler
+
+        return FlexBlockAttention(anchors, starts, num_positions=num_rows * row_length, block_size=block_size)
+    if backend == "grouped":
+        return GroupedBlockAttention(anchors, starts, block_size=block_size)
+    return DenseBlockAttention(anchors, starts, num_rows=num_rows, row_length=row_length, block_size=block_size)
 
 
 class DenseBlockAttention:

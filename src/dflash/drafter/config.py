@@ -25,7 +25,10 @@ class DrafterOptions:
         num_key_value_heads: key and value heads.
         head_dim: width of a head.
         rope_theta: base of the rotary embedding.
-        attention: how blocks attend in training, see `dflash.drafter.block_attention`; no part of what is trained.
+        attention: how blocks attend in training, see `dflash.drafter.block_attention`; as the next two, no part of what
+            is trained.
+        checkpoint_activations: compute layers again in the backward pass instead of keeping their activations.
+        compile: have torch.compile fuse what a layer does before and after attention.
     """
 
     block_size: int
@@ -38,12 +41,18 @@ class DrafterOptions:
     head_dim: int | None = None
     rope_theta: float | None = None
     attention: str = "auto"
+    checkpoint_activations: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         minimum = {"block_size": 2, "num_layers": 1, "num_captured": 1}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("target_layer_ids", "attention") or (value is None and field.name not in minimum):
+                continue
+            if field.name in ("checkpoint_activations", "compile"):
+                if not isinstance(value, bool):
+                    raise ValueError(f"drafter.{field.name}={value!r} must be true or false.")
                 continue
             if field.name != "rope_theta":
                 check_integer(f"drafter.{field.name}", value, minimum.get(field.name, 1))

@@ -9,9 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 
-from dflash.drafter.block_attention import BlockAttention, attend_to_all, block_attention, check_backend
+from dflash.drafter.block_attention import (
+    BlockAttention,
+    attend_to_all,
+    block_attention,
+    check_backend,
+    choose_backend,
+)
 
 ContextKV = list[tuple[Tensor, Tensor]]  # a layer's keys and values, each [B, S, key heads, head_dim]
 
@@ -21,13 +28,19 @@ class DFlashDrafter(nn.Module):
 
     Args:
         config: the published config.json (see `dflash.drafter.config`).
-        attention_backend: how blocks attend in training: auto, grouped or dense (see `dflash.drafter.block_attention`).
+        attention_backend: how blocks attend in training: auto, flex, grouped or dense (see
+            `dflash.drafter.block_attention`).
+        checkpoint_activations: in training keep only what enters a layer, and compute the rest again in the backward
+            pass: less memory, a quarter more time.
     """
 
-    def __init__(self, config: Qwen3Config, attention_backend: str = "auto") -> None:
+    def __init__(
+        self, config: Qwen3Config, attention_backend: str = "auto", checkpoint_activations: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
         self.attention_backend = check_backend(attention_backend)
+        self.checkpoint_activations = checkpoint_activations
         self.block_size: int = config.block_size
         dflash_config: dict[str, Any] = config.dflash_config
         self.mask_token_id: int = dflash_config["mask_token_id"]
@@ -103,9 +116,10 @@ class DFlashDrafter(nn.Module):
         Returns:
             [N, K, H], final norm applied.
         """
-        num_rows, row_length = context[0][0].shape[:2]
+        context_key = context[0][0]
+        num_rows, row_length, _, head_dim = context_key.shape
         attention = block_attention(
-            self.attention_backend,
+            choose_backend(self.attention_backend, context_key.device, context_key.dtype, head_dim),
             anchors,
             starts,
             num_rows=num_rows,
@@ -134,8 +148,24 @@ class DFlashDrafter(nn.Module):
         states = block_embeddings.to(self.fc.weight.dtype)
         rotation = rotary_angles(positions, self.config, states.dtype)
         for layer, (context_key, context_value) in zip(self.layers, context, strict=True):
-            states = layer(states, rotation, context_key, context_value, attention)
+            inputs = (states, rotation, context_key, context_value, attention)
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                states = checkpoint(layer, *inputs, use_reentrant=False)
+            else:
+                states = layer(*inputs)
         return self.norm(states)
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Have torch fuse what a layer does before and after attention, for any number of blocks.
+
+        Attention stays outside: its groups and masks are other ones in every batch.
+
+        Args:
+            backend: of torch.compile.
+        """
+        for layer in self.layers:
+            for part in ("before_attention", "after_attention"):
+                setattr(layer, part, torch.compile(getattr(layer, part), backend=backend, dynamic=True))
 
 
 class DrafterLayer(nn.Module):
@@ -161,12 +191,21 @@ class DrafterLayer(nn.Module):
         attention: BlockAttention,
     ) -> Tensor:
         """[N, K, H] -> [N, K, H]."""
-        states = states + self.self_attn(self.input_layernorm(states), rotation, context_key, context_value, attention)
+        query, block_key, block_value = self.before_attention(states, rotation)
+        return self.after_attention(states, attention(query, block_key, block_value, context_key, context_value))
+
+    def before_attention(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """[N, K, H] -> queries, keys and values of the blocks, each [N, K, heads or key heads, head_dim]."""
+        return self.self_attn.query_key_value(self.input_layernorm(states), rotation)
+
+    def after_attention(self, states: Tensor, attended: Tensor) -> Tensor:
+        """What entered the layer, [N, K, H], and what its heads attended to, [N, K, heads, head_dim] -> [N, K, H]."""
+        states = states + self.self_attn.o_proj(attended.flatten(-2))
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class DrafterAttention(nn.Module):
-    """Queries from the block; keys and values from the context and the block, with one norm and rotation for both."""
+    """Projections: queries of the block; keys and values of context and block, with one norm and rotation for both."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -187,19 +226,11 @@ class DrafterAttention(nn.Module):
         value = self.v_proj(states).unflatten(-1, (-1, self.head_dim))
         return rotate(key, rotation).to(value.dtype), value
 
-    def forward(
-        self,
-        states: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        context_key: Tensor,
-        context_value: Tensor,
-        attention: BlockAttention,
-    ) -> Tensor:
-        """[N, K, H] -> [N, K, H]."""
-        block_key, block_value = self.key_value(states, rotation)
+    def query_key_value(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., H] -> queries [..., heads, head_dim], keys and values as `key_value`."""
+        key, value = self.key_value(states, rotation)
         query = self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim)))
-        query = rotate(query, rotation).to(block_value.dtype)
-        return self.o_proj(attention(query, block_key, block_value, context_key, context_value).flatten(-2))
+        return rotate(query, rotation).to(value.dtype), key, value
 
 
 class GatedMLP(nn.Module):

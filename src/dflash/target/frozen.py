@@ -1,12 +1,14 @@
 """The frozen target: reads tokens, gives the hidden states that the drafter is conditioned on."""
 
+import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn import functional as F
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash.batch import packed_position_ids
 from dflash.target.varlen import packed_attention
@@ -29,16 +31,31 @@ class FrozenTarget:
         model: any Hugging Face causal LM.
         layer_ids: distinct ids in 0..num_layers-1, in the order in which the states are concatenated.
         device: where it runs.
+        prefill_chunk: samples of more tokens than this are read so many tokens at a time, with a KV cache, which bounds
+            the memory of activations; None: in one pass, however long.
 
     Raises:
-        ValueError: layer ids out of range or repeated.
+        ValueError: layer ids out of range or repeated; a chunk that is no whole number above 0, or for a target that
+            keeps a state instead of keys and values.
     """
 
-    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layer_ids: Sequence[int],
+        device: torch.device | str = "cpu",
+        prefill_chunk: int | None = None,
+    ) -> None:
         check_layer_ids(layer_ids, model.config.get_text_config().num_hidden_layers)
+        if prefill_chunk is not None and _is_stateful(model):
+            raise ValueError(
+                f"target.prefill_chunk={prefill_chunk}: targets of the architecture {model.config.model_type} keep a "
+                "state instead of keys and values, and are read in one pass only. Set target.prefill_chunk=null."
+            )
         self.model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module.to's overloads
         self.layer_ids = tuple(layer_ids)
         self.device = torch.device(device)
+        self.prefill_chunk = prefill_chunk
 
     def hidden_states(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """States of the captured layers, concatenated.
@@ -52,15 +69,51 @@ class FrozenTarget:
         Returns:
             [B, S, L * H] in the target's dtype.
         """
-        inputs = {"input_ids": input_ids.to(self.device)}
-        attention: AbstractContextManager[None] = nullcontext()
-        if cu_seqlens is not None:
-            cu_seqlens = cu_seqlens.to(self.device)
-            inputs["position_ids"] = packed_position_ids(cu_seqlens, input_ids.shape[1])
-            attention = packed_attention(self.model, cu_seqlens)
+        input_ids = input_ids.to(self.device)
+        if cu_seqlens is None:
+            return self._read(input_ids)
+        bounds = cu_seqlens.tolist()
+        pieces = []
+        for first, end in _passes(bounds, self.prefill_chunk):
+            ids = input_ids[:, bounds[first] : bounds[end]]
+            if self.prefill_chunk is not None and ids.shape[1] > self.prefill_chunk and end == first + 1:
+                pieces.append(self._read(ids))
+            else:
+                pieces.append(self._read_packed(ids, cu_seqlens[first : end + 1].to(self.device) - bounds[first]))
+        states = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        return F.pad(states, (0, 0, 0, input_ids.shape[1] - states.shape[1]))  # nobody reads what follows the samples
+
+    def _read(self, input_ids: Tensor) -> Tensor:
+        """[B, S] -> [B, S, L * H], a sample a row, in as many passes as it takes."""
+        length = input_ids.shape[1]
+        chunk = length if self.prefill_chunk is None else self.prefill_chunk
+        if length <= chunk:
+            return self._pass(input_ids=input_ids, use_cache=False)
+        cache = DynamicCache(config=self.model.config)
+        arguments = {cache_argument(self.model.base_model): cache, "use_cache": True}
+        positions = torch.arange(length, device=self.device)[None]
+        return torch.cat(
+            [
+                self._pass(
+                    input_ids=input_ids[:, begin : begin + chunk],
+                    position_ids=positions[:, begin : begin + chunk],
+                    **arguments,
+                )
+                for begin in range(0, length, chunk)
+            ],
+            dim=1,
+        )
+
+    def _read_packed(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[1, S] -> [1, S, L * H], samples behind each other, in one pass."""
+        positions = packed_position_ids(cu_seqlens, input_ids.shape[1])
+        with packed_attention(self.model, cu_seqlens):
+            return self._pass(input_ids=input_ids, position_ids=positions, use_cache=False)
+
+    def _pass(self, **inputs: Any) -> Tensor:
         # no_grad and not inference_mode: tensors made in inference mode can not be saved for the drafter's backward.
-        with torch.no_grad(), attention, self.capturing(stop_after_last=True) as captured:
-            self.model.base_model(**inputs, use_cache=False)
+        with torch.no_grad(), self.capturing(stop_after_last=True) as captured:
+            self.model.base_model(**inputs)
         return self.joined(captured)
 
     def check_packing(self) -> None:
@@ -70,7 +123,7 @@ class FrozenTarget:
             ValueError: this architecture's are not (its state crosses samples, or its attention is of another kind).
         """
         config = self.model.config.get_text_config()
-        if getattr(self.model, "_is_stateful", False):  # transformers' mark of recurrent layers
+        if _is_stateful(self.model):
             raise ValueError(_no_packing_text(config.model_type, "it keeps a state that crosses from sample to sample"))
         lengths = [5, 3, 9]
         ids = (torch.arange(2 * sum(lengths), device=self.device) % config.vocab_size).view(2, -1)
@@ -110,6 +163,36 @@ class FrozenTarget:
     def joined(self, captured: dict[int, Tensor]) -> Tensor:
         """Captured states, each [B, S, H], as the drafter reads them: [B, S, L * H]."""
         return torch.cat([captured[i] for i in self.layer_ids], dim=-1)
+
+
+def cache_argument(module: nn.Module) -> str:
+    """What a model's forward calls its KV cache: renamed within transformers 5, a model's own code may be older."""
+    return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
+
+
+def _is_stateful(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "_is_stateful", False))  # transformers' mark of recurrent layers
+
+
+def _passes(bounds: Sequence[int], longest: int | None) -> Iterator[tuple[int, int]]:
+    """Which samples of a packed row are read together: neighbours; one of more than `longest` tokens by itself.
+
+    Args:
+        bounds: where samples begin, and where the last one ends.
+        longest: tokens, or None.
+
+    Yields:
+        the first sample and the one behind the last.
+    """
+    first, num_samples = 0, len(bounds) - 1
+    for sample in range(num_samples):
+        if longest is not None and bounds[sample + 1] - bounds[sample] > longest:
+            if first < sample:
+                yield first, sample
+            yield sample, sample + 1
+            first = sample + 1
+    if first < num_samples:
+        yield first, num_samples
 
 
 def _no_packing_text(model_type: str, reason: str) -> str:

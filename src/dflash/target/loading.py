@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dflash.checks import check_integer
 from dflash.target.tiny import build_tiny_model, build_tiny_tokenizer, tiny_config
 
 SOURCES = ("hub", "gguf_package", "tiny")
@@ -37,6 +38,8 @@ class TargetOptions:
         name: hub name or folder; for the other sources a label.
         revision: hub revision, branch or commit.
         dtype: `auto` (bfloat16 where the device multiplies it fast, else float32) or a torch dtype's name.
+        prefill_chunk: samples of more tokens are read so many at a time, which bounds the memory of activations; null:
+            in one pass.
         mask_token_id: id of the mask token; null: the tokenizer's, else an unused vocabulary row.
         gguf_package: import name of the package that holds the file.
         gguf_file: file name inside the package.
@@ -47,6 +50,7 @@ class TargetOptions:
     name: str
     revision: str | None = None
     dtype: str = "auto"
+    prefill_chunk: int | None = None
     mask_token_id: int | None = None
     gguf_package: str | None = None
     gguf_file: str | None = None
@@ -60,6 +64,9 @@ class TargetOptions:
                 f"target.name={self.name!r}: expected a Hugging Face hub name or a folder, for example "
                 "target.name=Qwen/Qwen3-8B."
             )
+
+        if self.prefill_chunk is not None:
+            check_integer("target.prefill_chunk", self.prefill_chunk, 1, ", or null")
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> str:
         """Identity of the weights and the tokenizer, and of the dtype they run in, for caches of what the target wrote.

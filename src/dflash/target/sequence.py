@@ -1,12 +1,10 @@
 """One sequence in the target, with its KV cache: what decoding runs on."""
 
-import inspect
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dflash.target.frozen import FrozenTarget
+from dflash.target.frozen import FrozenTarget, cache_argument
 
 
 class TargetSequence:
@@ -21,9 +19,7 @@ class TargetSequence:
         self.target = target
         self.captures = captures
         self.cache = DynamicCache(config=target.model.config)
-        # Renamed within transformers 5; a model with code of its own may keep the old name.
-        names = inspect.signature(type(target.model).forward).parameters
-        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self._cache_argument = cache_argument(target.model)
 
     @torch.no_grad()
     def prefill(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,55 @@
+"""Long samples read in pieces: the states are those of one pass."""
+
+import pytest
+import torch
+from transformers import FalconH1Config, MistralConfig, PretrainedConfig
+
+from dflash.target.frozen import FrozenTarget
+from tests.models import ARCHITECTURES, GROUPED, random_model
+
+TARGETS: dict[str, PretrainedConfig] = {
+    **ARCHITECTURES,
+    "mistral, sliding window": MistralConfig(**GROUPED, sliding_window=4),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("chunk", [1, 4, 5, 7, 19, 20, 50])
+def test_chunks_give_the_states_of_one_pass(name: str, chunk: int) -> None:
+    model = random_model(TARGETS[name])
+    ids = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+    in_one_pass = FrozenTarget(model, [0, 2]).hidden_states(ids)
+    passes = count_passes(model)
+    in_chunks = FrozenTarget(model, [0, 2], prefill_chunk=chunk).hidden_states(ids)
+    assert len(passes) == -(-20 // chunk)
+    torch.testing.assert_close(in_chunks, in_one_pass, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[3, 17, 2, 2], [17], [3, 4, 9, 30], [12, 12], [5, 8]])
+def test_a_long_sample_of_a_packed_row_is_read_by_itself(lengths: list[int]) -> None:
+    model = random_model(ARCHITECTURES["qwen3"])
+    ids = torch.randint(3, 97, (1, sum(lengths) + 5), generator=torch.Generator().manual_seed(0))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    whole = FrozenTarget(model, [0, 2]).hidden_states(ids, bounds)
+    passes = count_passes(model)
+    chunked = FrozenTarget(model, [0, 2], prefill_chunk=8).hidden_states(ids, bounds)
+    assert chunked.shape == whole.shape
+    total = sum(lengths)  # nobody reads what follows
+    torch.testing.assert_close(chunked[:, :total], whole[:, :total], rtol=1e-5, atol=1e-5)
+    # What is no longer than a chunk stays together with its neighbours.
+    of_one_pass = "".join("L" if n > 8 else "s" for n in lengths).replace("L", " L ").split()
+    of_long_ones = sum(-(-n // 8) for n in lengths if n > 8)
+    assert len(passes) == of_long_ones + sum(1 for piece in of_one_pass if piece != "L")
+
+
+def test_a_target_that_keeps_a_state_is_refused() -> None:
+    model = random_model(FalconH1Config(**GROUPED, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8))
+    with pytest.raises(ValueError, match=r"target\.prefill_chunk=8: .* falcon_h1 keep a state .*prefill_chunk=null"):
+        FrozenTarget(model, [0, 2], prefill_chunk=8)
+
+
+def count_passes(model: torch.nn.Module) -> list[object]:
+    """Grows by one with every forward pass of the model's body."""
+    passes: list[object] = []
+    model.base_model.register_forward_pre_hook(lambda *_: passes.append(None))
+    return passes
