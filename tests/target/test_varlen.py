@@ -1,10 +1,13 @@
 """A packed row through the target: every sample is read as if it were alone."""
 
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
-from transformers import FalconH1Config, MistralConfig, PretrainedConfig
+from transformers import FalconH1Config, MistralConfig, PretrainedConfig, PreTrainedModel
 
 from dflash.target.frozen import FrozenTarget
+from dflash.target.varlen import packed_attention
 from tests.models import ARCHITECTURES, GROUPED, random_model
 
 PACKABLE: dict[str, PretrainedConfig] = {
@@ -66,4 +69,15 @@ def test_an_architecture_for_which_packing_is_not_exact_is_refused_by_name(
     with pytest.raises(
         ValueError, match=rf"sampler=packed is not exact for targets of the architecture {name}: .*{reason}"
     ):
+        target.check_packing()
+
+
+def test_a_target_that_reads_across_samples_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(model: PreTrainedModel, cu_seqlens: torch.Tensor) -> AbstractContextManager[None]:
+        """As an attention would be that takes the row for one sample."""
+        return packed_attention(model, cu_seqlens[[0, -1]])
+
+    target = FrozenTarget(random_model(ARCHITECTURES["llama"]), [0, 2])
+    monkeypatch.setattr("dflash.target.frozen.packed_attention", blind)
+    with pytest.raises(ValueError, match=r"architecture llama: its samples are not read as if each were alone"):
         target.check_packing()
