@@ -29,13 +29,17 @@ TINY_KERNELS = ["kernels.documents=4", "kernels.document_tokens=64", "kernels.an
 
 
 def test_it_writes_a_row_for_every_part_and_sampler(tmp_path: Path) -> None:
-    options = ["rounds=2", "batches_per_round=1", "samplers=[sorted,random]", *TINY_KERNELS]
+    options = ["rounds=2", "batches_per_round=1", "samplers=[sorted,random,packed]", *TINY_KERNELS]
     result = run_module("bench", *TINY, *options, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     (table,) = tmp_path.glob("outputs/bench/*/*/bench.csv")
     rows = list(csv.DictReader(table.open()))
     assert list(rows[0]) == ["case", "real_tokens_per_s", "ratio_to_sorted", "peak_mib", "share_of_peak"]
-    cases = [f"{part}/{sampler}" for part in ("target", "drafter", "step") for sampler in ("sorted", "random")]
+    cases = [
+        f"{part}/{sampler}"
+        for part in ("target", "drafter", "step")
+        for sampler in ("sorted", "random", "packed", "packed_equal_lengths")
+    ]
     assert [row["case"] for row in rows] == cases
     for row in rows:
         assert float(row["real_tokens_per_s"]) > 0
@@ -102,6 +106,8 @@ def test_kernels_compute_the_same_in_every_way() -> None:
 def test_what_a_kernel_may_be_given_is_checked() -> None:
     with pytest.raises(ValueError, match=r"kernels\.documents=0"):
         KernelSizes(documents=0)
+    with pytest.raises(ValueError, match=r"kernels\.anchors_per_document=8 must be below kernels\.document_tokens=8"):
+        KernelSizes(document_tokens=8, anchors_per_document=8)
 
 
 def test_equal_lengths_keep_tokens_and_anchors_where_they_were(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ def bench(config: DictConfig, out_folder: Path) -> None:
     config.batch.probe_first = True  # peak memory is that of the first batch
     samplers = named_samplers(config.samplers, config.cost) if config.samplers else {}
     sizes = instantiate(config.kernels) if config.kernels else None
+    if not samplers and not sizes:
+        raise ValueError("samplers=[] and kernels=null leave nothing to measure. Give one of them.")
     steps = training_steps(config)
     device = steps.target.device
     peak = matrix_peak(steps.compute_dtype, device, size=config.matrix_size)

@@ -72,8 +72,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
     from dflash.decoding.comparison import Prompt
     from dflash.decoding.speculative import max_prompt_tokens
     from dflash.drafter.checkpoint import check_disk_space, find_checkpoint, init_drafter_from
-    from dflash.drafter.config import drafter_config
-    from dflash.drafter.network import DFlashDrafter
+    from dflash.drafter.network import build_drafter
     from dflash.memory import keep_freed_memory
     from dflash.placement.inline import drafter_device
     from dflash.precision import resolve_dtype
@@ -103,13 +102,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
     tokenizer, target_config = load_tokenizer(target, config.cache_dir), load_config(target, config.cache_dir)
     vocab_size = target_config.get_text_config().vocab_size
     mask_token_id = resolve_mask_token_id(target.mask_token_id, tokenizer, vocab_size)
-    drafter = DFlashDrafter(
-        drafter_config(drafter_options, target_config, mask_token_id),
-        drafter_options.attention,
-        drafter_options.checkpoint_activations,
-    )
-    if drafter_options.compile:
-        drafter.compile_layers()
+    drafter = build_drafter(drafter_options, target_config, mask_token_id, device)
     if config.init_from:
         init_drafter_from(drafter, config.init_from)
     make_optimizer(drafter.parameters())  # for its errors alone: Lightning asks for the optimizer last of all

@@ -64,20 +64,24 @@ def layout(docs: Documents, packed: bool) -> tuple[list[int], int, int]:
 @pytest.mark.parametrize("backend", ["grouped", "dense"])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @settings(max_examples=12, deadline=None)
-@given(docs=documents, block_size=st.integers(1, 5), seed=st.integers(0, 100))
-def test_a_backend_computes_the_rule(backend: str, packed: bool, docs: Documents, block_size: int, seed: int) -> None:
+@given(docs=documents, block_size=st.integers(1, 5), seed=st.integers(0, 100), slots=st.sampled_from([1, 8, 256]))
+def test_a_backend_computes_the_rule(
+    backend: str, packed: bool, docs: Documents, block_size: int, seed: int, slots: int
+) -> None:
     torch.manual_seed(seed)
     starts, rows, row_length = layout(docs, packed)
     num_blocks = sum(len(anchors) for _, anchors in docs)
     query = torch.randn(num_blocks, block_size, HEADS, DIM, dtype=torch.float64)
     own_key, own_value = torch.randn(2, num_blocks, block_size, KEY_HEADS, DIM, dtype=torch.float64).unbind()
     context_key, context_value = torch.randn(2, rows, row_length, KEY_HEADS, DIM, dtype=torch.float64).unbind()
-    attention = block_attention(
-        backend,
-        torch.tensor([a for _, anchors in docs for a in anchors]),
-        torch.tensor([start for start, (_, anchors) in zip(starts, docs, strict=True) for _ in anchors]),
-        num_rows=rows, row_length=row_length, block_size=block_size,
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash.drafter.grouped_attention.GROUP_SLOTS", slots)  # so that documents have several groups
+        attention = block_attention(
+            backend,
+            torch.tensor([a for _, anchors in docs for a in anchors]),
+            torch.tensor([start for start, (_, anchors) in zip(starts, docs, strict=True) for _ in anchors]),
+            num_rows=rows, row_length=row_length, block_size=block_size,
+        )  # fmt: skip
     inputs = [t.requires_grad_() for t in (query, own_key, own_value, context_key, context_value)]
     got = attention(*inputs)
     expected = by_the_rule(docs, starts, query, (own_key, own_value), (context_key, context_value))
@@ -147,11 +151,11 @@ def test_auto_takes_what_the_device_can() -> None:
     cpu, cuda, mps = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
     assert choose_backend("auto", cpu, torch.float32, 64) == "grouped"
     assert choose_backend("auto", cuda, torch.bfloat16, 64) == "flex"
-    assert choose_backend("auto", cuda, torch.float64, 64) == "dense"
-    assert choose_backend("auto", cuda, torch.bfloat16, 8) == "dense"
-    assert choose_backend("auto", mps, torch.bfloat16, 64) == "dense"
+    assert choose_backend("auto", cuda, torch.float64, 64) == "grouped"
+    assert choose_backend("auto", cuda, torch.bfloat16, 8) == "grouped"
+    assert choose_backend("auto", mps, torch.bfloat16, 64) == "grouped"
     assert choose_backend("grouped", cuda, torch.bfloat16, 64) == "grouped"
-    with pytest.raises(ValueError, match=r"drafter\.attention=flex has no backward pass on a CPU.*attention=auto"):
+    with pytest.raises(ValueError, match=r"drafter\.attention=flex trains on CUDA only, not on cpu.*attention=auto"):
         choose_backend("flex", cpu, torch.float32, 64)
 
 

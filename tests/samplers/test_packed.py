@@ -144,7 +144,7 @@ def test_steps_composed_at_once_are_those_composed_one_by_one(
             assert of_window == [expected.get(place, NOT_SEEN) for place in window]
 
 
-def test_no_sample_waits_for_steps_and_steps() -> None:
+def test_a_step_is_made_of_neighbours_in_the_order() -> None:
     lengths = mixed(20_000)
     plan = plan_of(lengths)
     order = np.random.default_rng(np.random.SeedSequence([0, 1])).permutation(len(lengths))

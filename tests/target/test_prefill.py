@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import FalconH1Config, MistralConfig, PretrainedConfig
+from transformers import FalconH1Config, MistralConfig, Phi3Config, PretrainedConfig
 
 from dflash.target.frozen import FrozenTarget
 from tests.models import ARCHITECTURES, GROUPED, random_model
@@ -42,10 +42,30 @@ def test_a_long_sample_of_a_packed_row_is_read_by_itself(lengths: list[int]) -> 
     assert len(passes) == of_long_ones + sum(1 for piece in of_one_pass if piece != "L")
 
 
-def test_a_target_that_keeps_a_state_is_refused() -> None:
-    model = random_model(FalconH1Config(**GROUPED, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8))
-    with pytest.raises(ValueError, match=r"target\.prefill_chunk=8: .* falcon_h1 keep a state .*prefill_chunk=null"):
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+         "original_max_position_embeddings": 16}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "reason"),
+    [
+        (FalconH1Config(**GROUPED, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8), "falcon_h1", "it keeps a state"),
+        (Phi3Config(**GROUPED, rope_parameters=_LONG), "phi3", "its rotary embedding changes with the longest"),
+    ],
+)
+def test_a_target_that_can_not_be_read_in_pieces_is_refused(config: PretrainedConfig, name: str, reason: str) -> None:
+    model = random_model(config)
+    expected = rf"target\.prefill_chunk=8 is not exact for targets of the architecture {name}: {reason}.*chunk=null"
+    with pytest.raises(ValueError, match=expected):
         FrozenTarget(model, [0, 2], prefill_chunk=8)
+    with pytest.raises(ValueError, match=rf"sampler=packed is not exact for targets of the architecture {name}"):
+        FrozenTarget(model, [0, 2]).check_packing()
+
+
+def test_packing_is_checked_in_one_pass_whatever_the_chunk() -> None:
+    model = random_model(ARCHITECTURES["gemma2 with soft-cap"])
+    with pytest.raises(ValueError, match="architecture gemma2"):
+        FrozenTarget(model, [0, 2], prefill_chunk=2).check_packing()
 
 
 def count_passes(model: torch.nn.Module) -> list[object]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from dflash.batch import Batch
 from dflash.benchmarks.steps import TrainingSteps
 from dflash.checks import check_integer
-from dflash.drafter.block_attention import BlockAttention, block_attention
+from dflash.drafter.block_attention import BlockAttention, block_attention, choose_backend
 from dflash.measuring import peak_tensor_bytes, synchronised_seconds
 from dflash.training.lightning_module import DFlashModule
 from dflash.training.objective import WeightedHeadCrossEntropy
@@ -33,7 +33,7 @@ class KernelSizes:
         loss_slots: that the LM head reads in the cases of the loss.
 
     Raises:
-        ValueError: a size that is no whole number above 0.
+        ValueError: a size that is no whole number above 0; more anchors than a document has.
     """
 
     documents: int = 8
@@ -45,6 +45,11 @@ class KernelSizes:
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
             check_integer(f"kernels.{key}", value, 1)
+        if self.anchors_per_document >= self.document_tokens:
+            raise ValueError(
+                f"kernels.anchors_per_document={self.anchors_per_document} must be below kernels.document_tokens="
+                f"{self.document_tokens}: the last token has none behind it to predict."
+            )
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,16 @@ class KernelRow:
 def kernel_cases(steps: TrainingSteps, sizes: KernelSizes) -> list[dict[str, KernelCase]]:
     """What is measured, by kind: shapes are those of the drafter and of the target's ends."""
     module, batch = steps.module, random_documents(steps.module, sizes)
-    step = KernelCase(lambda: drafter_step(module, batch, steps.compute_dtype), steps.drafter_flops(batch))
-    return [attention_cases(module, sizes, steps.compute_dtype), loss_cases(module, sizes), {"drafter_step": step}]
+
+    def step() -> None:
+        steps.draft_and_differentiate(batch)
+        module.drafter.zero_grad()
+
+    return [
+        attention_cases(module, sizes, steps.compute_dtype),
+        loss_cases(module, sizes),
+        {"drafter_step": KernelCase(step, steps.drafter_flops(batch))},
+    ]
 
 
 def measure_kernels(
@@ -156,7 +169,7 @@ def attention_cases(
         "attention/dense_packed": KernelCase(lambda: attend("dense", 1)),
         "attention/grouped": KernelCase(lambda: attend("grouped", 1)),
     }
-    if device.type == "cuda":
+    if choose_backend("auto", device, dtype, width) == "flex":
         cases["attention/flex"] = KernelCase(lambda: attend("flex", 1))
     return cases
 
@@ -188,15 +201,6 @@ def loss_cases(module: DFlashModule, sizes: KernelSizes, seed: int = 0) -> dict[
     return {"loss/full_logits": KernelCase(full), "loss/chunked": KernelCase(chunked)}
 
 
-def drafter_step(module: DFlashModule, batch: Batch, compute_dtype: torch.dtype) -> None:
-    """Forward, loss, backward."""
-    is_bf16 = compute_dtype == torch.bfloat16
-    with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=is_bf16):
-        outcome = module.draft(batch)
-    (outcome.loss_sum / outcome.weights.sum()).backward()
-    module.drafter.zero_grad()
-
-
 def random_documents(module: DFlashModule, sizes: KernelSizes, seed: int = 0) -> Batch:
     """Packed random documents, all of which is to be predicted."""
     ends, drafter = module.ends, module.drafter
@@ -220,8 +224,8 @@ def random_documents(module: DFlashModule, sizes: KernelSizes, seed: int = 0) ->
 def _anchors(sizes: KernelSizes, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
     """Positions in their documents and where these begin in a packed row, each [N] int64."""
     generator = torch.Generator().manual_seed(seed)
+    count = sizes.anchors_per_document
     # Of all positions but the last one, which has nothing behind it to predict.
-    count = min(sizes.anchors_per_document, sizes.document_tokens - 1)
     drawn = [torch.randperm(sizes.document_tokens - 1, generator=generator)[:count] for _ in range(sizes.documents)]
     starts = torch.arange(sizes.documents).repeat_interleave(count) * sizes.document_tokens
     return torch.stack(drawn).sort(dim=1).values.flatten().to(device), starts.to(device)

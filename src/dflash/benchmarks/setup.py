@@ -8,8 +8,7 @@ from dflash.checks import check_integer
 from dflash.config import instantiate
 from dflash.data.stdlib_chat import with_answers
 from dflash.data.tokens import TokenDataset, build_token_datasets
-from dflash.drafter.config import drafter_config
-from dflash.drafter.network import DFlashDrafter
+from dflash.drafter.network import build_drafter
 from dflash.precision import resolve_dtype
 from dflash.target.ends import target_ends
 from dflash.target.frozen import FrozenTarget, resolve_mask_token_id
@@ -41,10 +40,7 @@ def training_steps(config: DictConfig) -> TrainingSteps:
     target_config = load_config(target_options, config.cache_dir)
     vocab_size = target_config.get_text_config().vocab_size
     mask_token_id = resolve_mask_token_id(target_options.mask_token_id, tokenizer, vocab_size)
-    shape = drafter_config(drafter_options, target_config, mask_token_id)
-    drafter = DFlashDrafter(shape, drafter_options.attention, drafter_options.checkpoint_activations).to(device)
-    if drafter_options.compile:
-        drafter.compile_layers()
+    drafter = build_drafter(drafter_options, target_config, mask_token_id, device).to(device)
     samples = token_samples(config)  # before the target is loaded: writing missing answers loads one, and lets it go
     model = load_causal_lm(target_options, config.cache_dir, target_dtype, device)
     ends = target_ends(model)

@@ -106,13 +106,17 @@ class TrainingSteps:
         """The drafter's part: forward, loss, backward, optimizer; nothing where the batch has no anchor."""
         if not len(batch.anchors):
             return
+        self.draft_and_differentiate(batch)
+        torch.nn.utils.clip_grad_norm_(self.module.drafter.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def draft_and_differentiate(self, batch: Batch) -> None:
+        """Forward, loss, backward."""
         is_bf16 = self.compute_dtype == torch.bfloat16
         with torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=is_bf16):
             outcome = self.module.draft(batch)
         (outcome.loss_sum / outcome.weights.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(self.module.drafter.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def measure(self, sample_ids: np.ndarray, work: dict[str, Work], layout: Layout = "padded") -> None:
         """One step on these samples, added to the `work` of every part."""
@@ -166,7 +170,7 @@ def with_equal_lengths(batch: Batch) -> Batch:
     What the same work costs where nothing can be padded, in the plainest layout. Less than a token a sample is lost.
     """
     num_samples = len(batch.lengths)
-    length = max(batch.num_real_tokens // num_samples, 1)
+    length = batch.num_real_tokens // num_samples
     total = num_samples * length
     places = batch.starts[batch.anchor_doc] + batch.anchors
     places = places[places < total]
@@ -209,9 +213,12 @@ def measure_samplers(
     Returns:
         A row for every part and case.
     """
-    chosen, peaks = {}, {}
+    chosen = {
+        case: spread_batches(steps.limits, steps.dataset, plan, rounds, batches_per_round)
+        for case, (plan, _) in cases.items()
+    }
+    peaks = {}
     for case, (plan, layout) in cases.items():
-        chosen[case] = spread_batches(steps.limits, steps.dataset, plan, rounds, batches_per_round)
         # The most expensive batch: plans of epoch 0 begin with it, see BatchLimits.probe_first.
         peaks[case] = steps.peak_bytes(plan.batch(0, 0, 0), layout)
         on_turn(case)

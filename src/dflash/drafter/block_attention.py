@@ -49,18 +49,17 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_
         head_dim: of its heads.
 
     Raises:
-        ValueError: flex on a CPU, where it has no backward pass.
+        ValueError: flex off CUDA, where it has no backward pass.
     """
-    if backend == "flex" and device.type == "cpu" and torch.is_grad_enabled():
+    if backend == "flex" and device.type != "cuda":
         raise ValueError(
-            "drafter.attention=flex has no backward pass on a CPU. Set drafter.attention=auto: it takes grouped there."
+            f"drafter.attention=flex trains on CUDA only, not on {device.type}. Set drafter.attention=auto: it takes "
+            "grouped there."
         )
     if backend != "auto":
         return backend
-    if device.type == "cpu":
-        return "grouped"
     has_kernel = device.type == "cuda" and dtype != torch.float64 and head_dim >= _LEAST_FLEX_HEAD_DIM
-    return "flex" if has_kernel else "dense"
+    return "flex" if has_kernel else "grouped"
 
 
 def block_attention(

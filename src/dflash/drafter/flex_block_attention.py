@@ -23,12 +23,14 @@ class FlexBlockAttention:
 
     def __init__(self, anchors: Tensor, starts: Tensor, *, num_positions: int, block_size: int) -> None:
         ends = starts + anchors
+        # A tensor, since the kernel would be compiled anew for every number.
+        own_begin = torch.tensor(num_positions, device=anchors.device)
 
         def sees(_batch: Tensor, _head: Tensor, slot: Tensor, key: Tensor) -> Tensor:
             block = slot // block_size
             # Strictly before the anchor: its own hidden state does not exist yet when decoding drafts from it.
             of_context = (key >= starts[block]) & (key < ends[block])
-            of_block = (key >= num_positions) & ((key - num_positions) // block_size == block)
+            of_block = (key >= own_begin) & ((key - own_begin) // block_size == block)
             return of_context | of_block
 
         tiles = tiles_seen(starts, ends, num_positions=num_positions, block_size=block_size)
@@ -79,12 +81,13 @@ def tiles_seen(starts: Tensor, ends: Tensor, *, num_positions: int, block_size: 
     first_slot = torch.arange(0, num_slots, TILE, device=device)
     last_slot = (first_slot + TILE - 1).clamp(max=num_slots - 1)
     first_block, last_block = first_slot // block_size, last_slot // block_size
-    # Ends do not ascend from document to document: the furthest of the blocks in the tile.
-    block = torch.arange(num_blocks, device=device)
-    in_tile = (block >= first_block[:, None]) & (block <= last_block[:, None])
+    most = int((last_block - first_block).max()) + 1
+    of_tile = torch.minimum(first_block[:, None] + torch.arange(most, device=device), last_block[:, None])
+    starts, ends = starts[of_tile], ends[of_tile]  # [tiles, most]
     sees_any = ends > starts
-    furthest = torch.where(in_tile & sees_any, ends, 0).amax(dim=1)
-    nearest = torch.where(in_tile & sees_any, starts, num_positions).amin(dim=1)
+    # Ends do not ascend from document to document: the furthest of the blocks in the tile.
+    furthest = torch.where(sees_any, ends, 0).amax(dim=1)
+    nearest = torch.where(sees_any, starts, num_positions).amin(dim=1)
     first_key = torch.arange(0, num_positions + num_slots, TILE, device=device)
     last_key = first_key + TILE - 1
     of_context = (last_key >= nearest[:, None]) & (first_key < furthest[:, None])

@@ -4,13 +4,15 @@ The target's states are fused once (`fc`, `hidden_norm`). Every layer projects k
 own block; queries come from the block alone. Module names are the published checkpoint's tensor names.
 """
 
+import os
+import shutil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config
 
 from dflash.drafter.block_attention import (
     BlockAttention,
@@ -19,6 +21,7 @@ from dflash.drafter.block_attention import (
     check_backend,
     choose_backend,
 )
+from dflash.drafter.config import DrafterOptions, drafter_config
 
 ContextKV = list[tuple[Tensor, Tensor]]  # a layer's keys and values, each [B, S, key heads, head_dim]
 
@@ -30,8 +33,8 @@ class DFlashDrafter(nn.Module):
         config: the published config.json (see `dflash.drafter.config`).
         attention_backend: how blocks attend in training: auto, flex, grouped or dense (see
             `dflash.drafter.block_attention`).
-        checkpoint_activations: in training keep only what enters a layer, and compute the rest again in the backward
-            pass: less memory, a quarter more time.
+        checkpoint_activations: in training keep of the blocks only what enters a layer, and compute the rest again in
+            the backward pass: less memory, more time.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class DFlashDrafter(nn.Module):
         for layer, (context_key, context_value) in zip(self.layers, context, strict=True):
             inputs = (states, rotation, context_key, context_value, attention)
             if self.checkpoint_activations and torch.is_grad_enabled():
-                states = checkpoint(layer, *inputs, use_reentrant=False)
+                states = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 states = layer(*inputs)
         return self.norm(states)
@@ -166,6 +169,31 @@ class DFlashDrafter(nn.Module):
         for layer in self.layers:
             for part in ("before_attention", "after_attention"):
                 setattr(layer, part, torch.compile(getattr(layer, part), backend=backend, dynamic=True))
+
+
+def build_drafter(
+    options: DrafterOptions, target: PretrainedConfig, mask_token_id: int, device: torch.device
+) -> DFlashDrafter:
+    """A drafter in the target's image, on the CPU, not trained.
+
+    Args:
+        options: the config group `drafter`.
+        target: config of the target.
+        mask_token_id: id whose embedding fills the slots to be predicted.
+        device: where it will be trained.
+
+    Raises:
+        ValueError: a size that can not be; something that this device or this machine does not have.
+    """
+    config = drafter_config(options, target, mask_token_id)
+    assert config.head_dim is not None
+    choose_backend(options.attention, device, torch.float32, config.head_dim)
+    drafter = DFlashDrafter(config, options.attention, options.checkpoint_activations)
+    if options.compile:
+        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+            raise ValueError("drafter.compile=true needs a C++ compiler, and there is none. Set drafter.compile=false.")
+        drafter.compile_layers()
+    return drafter
 
 
 class DrafterLayer(nn.Module):

@@ -5,7 +5,8 @@ that no row and no rank has much more to do than the others. What does not fit o
 
 Step after step, a million samples would take seconds in Python. So many steps are composed at a time, each from a
 window of the order that it has to itself: numpy deals one sample of every step at once. What these steps leave goes to
-the next ones, in the end to a single step that has all of the rest for its window.
+the next ones, in the end to a single step that has all of the rest for its window. So a sample that is passed over may
+wait for many steps; it stays in its epoch.
 """
 
 import numpy as np
@@ -22,7 +23,7 @@ PASSED_OVER = -1
 NOT_SEEN = -2
 
 NOBODY = -1  # a candidate that is none: fills up a window, has no size
-_LOOK_AHEAD = 64  # samples behind the prefix that a step looks at
+_LOOK_AHEAD = 64  # samples behind the prefix that a step looks at: bounds the search where most of them are too large
 _COST_UNITS = 1 << 20  # of an average sample: costs are dealt as whole numbers
 _NO_ROW = np.iinfo(np.int64).max  # more than any load
 

@@ -35,8 +35,7 @@ class FrozenTarget:
             the memory of activations; None: in one pass, however long.
 
     Raises:
-        ValueError: layer ids out of range or repeated; a chunk that is no whole number above 0, or for a target that
-            keeps a state instead of keys and values.
+        ValueError: layer ids out of range or repeated; chunks for a target that can not be read in pieces exactly.
     """
 
     def __init__(
@@ -47,10 +46,10 @@ class FrozenTarget:
         prefill_chunk: int | None = None,
     ) -> None:
         check_layer_ids(layer_ids, model.config.get_text_config().num_hidden_layers)
-        if prefill_chunk is not None and _is_stateful(model):
+        if prefill_chunk is not None and (reason := _why_not_in_pieces(model)):
             raise ValueError(
-                f"target.prefill_chunk={prefill_chunk}: targets of the architecture {model.config.model_type} keep a "
-                "state instead of keys and values, and are read in one pass only. Set target.prefill_chunk=null."
+                f"target.prefill_chunk={prefill_chunk} is not exact for targets of the architecture "
+                f"{model.config.model_type}: {reason}. Set target.prefill_chunk=null."
             )
         self.model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module.to's overloads
         self.layer_ids = tuple(layer_ids)
@@ -73,15 +72,17 @@ class FrozenTarget:
         if cu_seqlens is None:
             return self._read(input_ids)
         bounds = cu_seqlens.tolist()
+        row_length = input_ids.shape[1]
         pieces = []
-        for first, end in _passes(bounds, self.prefill_chunk):
-            ids = input_ids[:, bounds[first] : bounds[end]]
-            if self.prefill_chunk is not None and ids.shape[1] > self.prefill_chunk and end == first + 1:
-                pieces.append(self._read(ids))
-            else:
-                pieces.append(self._read_packed(ids, cu_seqlens[first : end + 1].to(self.device) - bounds[first]))
+        for first, end, is_long in _passes(bounds, self.prefill_chunk):
+            # What follows the last sample is padding, which nobody reads: it goes with it where it can.
+            until = row_length if end == len(bounds) - 1 and not is_long else bounds[end]
+            ids = input_ids[:, bounds[first] : until]
+            own_bounds = cu_seqlens[first : end + 1].to(self.device) - bounds[first]
+            pieces.append(self._read(ids) if is_long else self._read_packed(ids, own_bounds))
         states = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-        return F.pad(states, (0, 0, 0, input_ids.shape[1] - states.shape[1]))  # nobody reads what follows the samples
+        missing = row_length - states.shape[1]
+        return F.pad(states, (0, 0, 0, missing)) if missing else states
 
     def _read(self, input_ids: Tensor) -> Tensor:
         """[B, S] -> [B, S, L * H], a sample a row, in as many passes as it takes."""
@@ -123,14 +124,14 @@ class FrozenTarget:
             ValueError: this architecture's are not (its state crosses samples, or its attention is of another kind).
         """
         config = self.model.config.get_text_config()
-        if _is_stateful(self.model):
-            raise ValueError(_no_packing_text(config.model_type, "it keeps a state that crosses from sample to sample"))
+        if reason := _why_not_in_pieces(self.model):
+            raise ValueError(_no_packing_text(config.model_type, reason))
         lengths = [5, 3, 9]
         ids = (torch.arange(2 * sum(lengths), device=self.device) % config.vocab_size).view(2, -1)
         ids[1, lengths[0] :] = ids[0, lengths[0] :]  # the same samples behind another first one
         cu_seqlens = torch.tensor([0, *lengths], device=self.device).cumsum(0).int()
         try:
-            packed, behind_another = (self.hidden_states(row[None], cu_seqlens).double() for row in ids)
+            packed, behind_another = (self._read_packed(row[None], cu_seqlens).double() for row in ids)
         except (NotImplementedError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(_no_packing_text(config.model_type, f"its attention needs {error}")) from error
         alone = torch.cat([self.hidden_states(part) for part in ids[:1].split(lengths, dim=1)], dim=1).double()
@@ -170,11 +171,20 @@ def cache_argument(module: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
-def _is_stateful(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, "_is_stateful", False))  # transformers' mark of recurrent layers
+def _why_not_in_pieces(model: PreTrainedModel) -> str | None:
+    """Why it is wrong to read several samples in one row, or one sample in several passes; None where it is right."""
+    if getattr(model, "_is_stateful", False):  # transformers' mark of recurrent layers
+        return "it keeps a state that crosses from sample to sample"
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {
+        of_kind.get("rope_type") for of_kind in rope.values() if isinstance(of_kind, dict)
+    }
+    if kinds & {"dynamic", "longrope"}:
+        return "its rotary embedding changes with the longest position of a pass"
+    return None
 
 
-def _passes(bounds: Sequence[int], longest: int | None) -> Iterator[tuple[int, int]]:
+def _passes(bounds: Sequence[int], longest: int | None) -> Iterator[tuple[int, int, bool]]:
     """Which samples of a packed row are read together: neighbours; one of more than `longest` tokens by itself.
 
     Args:
@@ -182,17 +192,17 @@ def _passes(bounds: Sequence[int], longest: int | None) -> Iterator[tuple[int, i
         longest: tokens, or None.
 
     Yields:
-        the first sample and the one behind the last.
+        the first sample, the one behind the last, and whether it is a single one that is longer than `longest`.
     """
     first, num_samples = 0, len(bounds) - 1
     for sample in range(num_samples):
         if longest is not None and bounds[sample + 1] - bounds[sample] > longest:
             if first < sample:
-                yield first, sample
-            yield sample, sample + 1
+                yield first, sample, False
+            yield sample, sample + 1, True
             first = sample + 1
     if first < num_samples:
-        yield first, num_samples
+        yield first, num_samples, False
 
 
 def _no_packing_text(model_type: str, reason: str) -> str:

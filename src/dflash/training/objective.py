@@ -206,7 +206,7 @@ def _chunk(
     cross_entropy, correct = total.log() - label_logit, most_likely == label
     if not with_gradient:
         return cross_entropy.squeeze(-1), correct.squeeze(-1), None
-    scale = weight * ends.logit_scale
+    scale = (weight * ends.logit_scale).to(logits.dtype)
     error = exponentials.mul_(scale / total).scatter_add_(-1, label, -scale)  # scale * (softmax, less 1 at the label)
     if slope is not None:
         error.mul_(slope)
