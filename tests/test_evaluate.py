@@ -73,6 +73,14 @@ def test_a_run_is_decoded_on_its_held_out_prompts(
     assert {row["source"] for row in figures["by_prompt"]} == held_out
 
 
+def test_a_drafter_trained_packed_and_in_pieces_decodes_losslessly(tmp_path: Path) -> None:
+    options = ["sampler=packed", "max_steps=9", "target.prefill_chunk=16", "drafter.checkpoint_activations=true"]
+    assert train_here(tmp_path / "run", tmp_path / "cache", "callbacks.decoding=null", *options) == 0
+    figures = evaluate_here(tmp_path / "out", f"run={tmp_path / 'run'}", "num_prompts=6", "max_new_tokens=30")
+    assert figures["lossless"] is True
+    assert figures["acceptance_length"] > 1, "and something of it is accepted"
+
+
 def test_a_file_of_prompts_is_decoded_from_its_last_question(exported: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     rows: list[dict[str, Any]] = [

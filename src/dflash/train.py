@@ -62,6 +62,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
     import torch
     from lightning.pytorch import seed_everything
 
+    from dflash.callbacks.pipeline import PipelineMetrics
     from dflash.callbacks.run_totals import RunTotals
     from dflash.callbacks.stop_and_save import RunInterruptedError
     from dflash.data.datamodule import DFlashDataModule, ValidationBatches
@@ -75,6 +76,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
     from dflash.drafter.network import build_drafter
     from dflash.memory import keep_freed_memory
     from dflash.placement.inline import drafter_device
+    from dflash.placement.pool import PoolPlacement
     from dflash.precision import resolve_dtype
     from dflash.report.run_summary import RunSummary
     from dflash.target.frozen import FrozenTarget, resolve_mask_token_id
@@ -97,6 +99,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
         torch.set_num_threads(config.trainer.num_threads)
     seed_everything(config.seed, verbose=False)
     device = drafter_device(config.trainer.accelerator, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
+    placement.check(device)
 
     # The drafter is made in the target's image.
     tokenizer, target_config = load_tokenizer(target, config.cache_dir), load_config(target, config.cache_dir)
@@ -162,6 +165,8 @@ def run(config: DictConfig, run_folder: Path) -> int:
         spikes=spikes,
         walk_blocks_per_doc=limits.anchors_per_sample,
     )
+    if isinstance(placement, PoolPlacement):
+        callbacks["pipeline"] = PipelineMetrics(placement.figures, len(placement.replicas), placement.capacity_tokens)
     if "decoding" in callbacks:
         decoding = callbacks["decoding"]
         longest = max_prompt_tokens(target_config, decoding.options.max_new_tokens)

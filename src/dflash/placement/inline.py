@@ -33,6 +33,9 @@ class InlinePlacement:
         check_not_negative("placement.cache_gib", cache_gib)
         self.cache_bytes = int(cache_gib * 2**30)
 
+    def check(self, drafter: torch.device) -> None:
+        """Nothing can be wrong: the target goes where the drafter is."""
+
     def open(self, target: FrozenTarget) -> None:
         """Take the target in. It is the last thing that a run loads, so that mistakes in all else show before."""
         self.target = target

@@ -1,0 +1,93 @@
+"""Who waits for whom between targets and drafter (`placement=pool`): metrics, and a line in words when it changes."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from dflash import metric_names
+from dflash.batch import Batch
+from dflash.callbacks.interval import completes_interval, completes_step, log_metrics, sum_over_ranks
+from dflash.placement.pipeline import PipelineFigures
+
+NOTICEABLE_WAIT = 0.1  # of the time: a side that waits less is not held up by the other
+
+
+class PipelineMetrics(Callback):
+    """`pipeline/*` over every logging interval, validation left out; means over ranks.
+
+    Args:
+        figures: what the placement counts.
+        num_replicas: on this rank.
+        capacity_tokens: of each of the two queues.
+    """
+
+    def __init__(self, figures: PipelineFigures, num_replicas: int, capacity_tokens: int) -> None:
+        self.figures = figures
+        self.num_replicas = num_replicas
+        self.capacity_tokens = capacity_tokens
+        self.verdict = ""
+        self._start_interval()
+
+    def _start_interval(self) -> None:
+        self._begin, self._before = time.perf_counter(), self.figures.up_to_now()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out what came before."""
+        self._start_interval()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start anew: while the drafter validates, the queues fill and nobody waits for it."""
+        self._start_interval()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Log the interval; say which side holds up the other, where that has changed."""
+        if not (completes_step(trainer, batch_idx) and completes_interval(trainer)):
+            return
+        now, before, seconds = self.figures.up_to_now(), self._before, time.perf_counter() - self._begin
+        delivered = max(now.delivered - before.delivered, 1)
+        shares = torch.tensor(
+            [
+                (now.waiting_tokens_sum - before.waiting_tokens_sum) / delivered / self.capacity_tokens,
+                (now.states_tokens_sum - before.states_tokens_sum) / delivered / self.capacity_tokens,
+                (now.target_wait_seconds - before.target_wait_seconds) / seconds / self.num_replicas,
+                (now.drafter_wait_seconds - before.drafter_wait_seconds) / seconds,
+            ],
+            dtype=torch.float64,
+        )
+        q_pre, q_hs, target_wait, drafter_wait = (sum_over_ranks(trainer, shares) / trainer.world_size).tolist()
+        metrics = {
+            metric_names.PIPELINE_Q_PRE: q_pre,
+            metric_names.PIPELINE_Q_HS: q_hs,
+            metric_names.PIPELINE_TARGET_WAIT: target_wait,
+            metric_names.PIPELINE_DRAFTER_WAIT: drafter_wait,
+        }
+        log_metrics(trainer, pl_module, metrics)
+        verdict, advice = judge(target_wait, drafter_wait)
+        if trainer.is_global_zero and verdict != self.verdict:
+            print(
+                f"pipeline: {verdict}. The drafter waited {drafter_wait:.0%} of the time, the targets "
+                f"{target_wait:.0%}; their queue is {q_pre:.0%} full, the drafter's {q_hs:.0%}.{advice}",
+                flush=True,
+            )
+        self.verdict = verdict
+        self._start_interval()
+
+
+def judge(target_wait: float, drafter_wait: float) -> tuple[str, str]:
+    """Which side holds up the other, and what to change.
+
+    Args:
+        target_wait: share of the time that a target waits for room or for batches.
+        drafter_wait: share of the time that the drafter waits for states.
+    """
+    if max(target_wait, drafter_wait) < NOTICEABLE_WAIT:
+        return "targets and drafter keep up with each other", ""
+    if drafter_wait > target_wait:
+        advice = " Name more devices in placement.targets, or take a sampler that pads less (padding/ratio)."
+        return "the targets are the bottleneck", advice
+    advice = " Fewer targets would do; lower batch.anchors_per_sample or batch.anchor_budget if its time matters."
+    return "the drafter is the bottleneck", advice

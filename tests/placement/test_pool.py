@@ -1,0 +1,262 @@
+"""Several targets feed one drafter: the same states in the same order, bounded queues, and an end to every mishap."""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash.batch import Batch
+from dflash.cost import CostModel
+from dflash.placement.inline import InlinePlacement
+from dflash.placement.pipeline import Pipeline, PipelineFigures
+from dflash.placement.pool import PoolPlacement, replica_devices
+from dflash.target.frozen import FrozenTarget
+from tests.commands import scalars, train_here
+from tests.models import ARCHITECTURES, random_model
+
+CPU = torch.device("cpu")
+
+
+def batches(count: int, seed: int = 0) -> list[Batch]:
+    """Padded and packed ones of all sizes."""
+    random = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        lengths = torch.randint(1, 40, (int(torch.randint(1, 5, (1,), generator=random)),), generator=random)
+        packed = number % 3 == 0
+        rows, width = (1, int(lengths.sum())) if packed else (len(lengths), int(lengths.max()))
+        ids = torch.randint(3, 97, (rows, width), generator=random)
+        bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int() if packed else None
+        nothing = torch.zeros(0, dtype=torch.long)
+        made.append(
+            Batch(ids, torch.zeros_like(ids).bool(), lengths, torch.arange(len(lengths)), nothing, nothing, bounds)
+        )
+    return made
+
+
+def pool(replicas: int, **changes: Any) -> PoolPlacement:
+    options = {"cost": CostModel(), "token_budget": 160, "queued_batches": 1, "hang_timeout_seconds": 30.0, **changes}
+    return PoolPlacement(["cpu"] * replicas, **options)
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("dflash-")]
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    return FrozenTarget(random_model(ARCHITECTURES["qwen3"]), [0, 2])
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_states_are_those_of_inline_to_the_bit_and_in_order(replicas: int, target: FrozenTarget) -> None:
+    made = batches(25)
+    inline, pooled = InlinePlacement(), pool(replicas)
+    inline.open(target)
+    pooled.open(target)
+    assert len(pooled.feed(made)) == 25  # type: ignore[arg-type]
+    for _ in range(2):  # a loader is iterated once an epoch
+        expected, got = list(inline.feed(made)), list(pooled.feed(made))
+        assert len(got) == 25
+        for theirs, ours in zip(expected, got, strict=True):
+            assert ours.input_ids.tolist() == theirs.input_ids.tolist()
+            assert torch.equal(ours.hidden, theirs.hidden)
+    assert not our_threads()
+
+
+def test_replicas_share_weights_but_no_module(target: FrozenTarget) -> None:
+    pooled = pool(2)
+    pooled.open(target)
+    first, second = (replica.target.model for replica in pooled.replicas)
+    assert first is not second
+    assert first is not target.model
+    for one, other, original in zip(first.parameters(), second.parameters(), target.model.parameters(), strict=True):
+        assert one.data_ptr() == other.data_ptr() == original.data_ptr()
+
+
+class FakeReplica:
+    """Takes as long as it is told, batch by batch."""
+
+    def __init__(self, seconds: Iterable[float] = ()) -> None:
+        self.seconds = iter(seconds)
+
+    def read(self, batch: Batch, device: torch.device) -> Batch:
+        time.sleep(next(self.seconds, 0.0))
+        return batch
+
+
+def pipeline(loader: Iterable[Batch], replicas: list[Any], capacity_tokens: int = 10**6, **changes: Any) -> Pipeline:
+    options = {"cost": lambda batch: batch.num_padded_tokens, "hang_timeout_seconds": 30.0, **changes}
+    figures = options.pop("figures", PipelineFigures())
+    return Pipeline(loader, replicas, CPU, capacity_tokens=capacity_tokens, figures=figures, **options)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    replicas=st.integers(1, 4),
+    capacity_tokens=st.sampled_from([1, 60, 160, 400]),
+    pauses=st.lists(st.sampled_from([0.0, 0.0, 0.001, 0.004]), min_size=60, max_size=60),
+    reader=st.sampled_from([0.0, 0.002]),
+)
+def test_order_is_kept_and_queues_are_bounded_whoever_is_slow(
+    seed: int, replicas: int, capacity_tokens: int, pauses: list[float], reader: float
+) -> None:
+    made, figures = batches(20, seed), PipelineFigures()
+    fakes = [FakeReplica(pauses[n * 15 :]) for n in range(replicas)]
+    got = []
+    for batch in pipeline(made, fakes, capacity_tokens, figures=figures):
+        got.append(batch)
+        time.sleep(reader)
+    assert [id(batch) for batch in got] == [id(batch) for batch in made]
+    bound = max(capacity_tokens, *(batch.num_padded_tokens for batch in made))  # one that is larger passes alone
+    assert 0 < figures.most_waiting_tokens <= bound
+    assert 0 < figures.most_states_tokens <= bound
+
+
+def test_who_waits_for_whom_is_counted() -> None:
+    slow_target, slow_drafter = PipelineFigures(), PipelineFigures()
+    list(pipeline(batches(8), [FakeReplica([0.02] * 8)], figures=slow_target))
+    for _ in pipeline(batches(8), [FakeReplica()], 200, figures=slow_drafter):
+        time.sleep(0.02)
+    assert slow_target.drafter_wait_seconds > slow_target.target_wait_seconds
+    assert slow_drafter.target_wait_seconds > slow_drafter.drafter_wait_seconds
+
+
+def test_a_second_replica_is_not_kept_waiting_by_a_batch_that_waits_for_the_first() -> None:
+    # Replica 0 is busy with its first batch for long; the ones behind it may not hold up what replica 1 is given.
+    figures, begin = PipelineFigures(), time.monotonic()
+    fakes = [FakeReplica([0.5]), FakeReplica([0.01] * 50)]
+    list(pipeline(batches(30), fakes, cost=lambda batch: 1.0, figures=figures))
+    assert time.monotonic() - begin < 5
+    assert our_threads() == []
+
+
+class BrokenError(Exception):
+    """Raised on purpose."""
+
+
+def test_what_a_replica_raises_reaches_the_drafter_with_its_own_traceback() -> None:
+    class Broken(FakeReplica):
+        def read(self, batch: Batch, device: torch.device) -> Batch:
+            if batch is made[5]:
+                raise BrokenError("in a target")
+            return batch
+
+    made = batches(12)
+    with pytest.raises(BrokenError, match="in a target") as caught:
+        list(pipeline(made, [Broken(), Broken()]))
+    assert "read" in [entry.name for entry in caught.traceback]
+    assert our_threads() == []
+
+
+def test_what_the_loader_raises_reaches_the_drafter() -> None:
+    def loader() -> Iterator[Batch]:
+        yield from batches(3)
+        raise BrokenError("in collate")
+
+    with pytest.raises(BrokenError, match="in collate"):
+        list(pipeline(loader(), [FakeReplica()]))
+    assert our_threads() == []
+
+
+def test_a_drafter_that_fails_or_stops_leaves_no_thread() -> None:
+    reader = iter(pipeline(batches(12), [FakeReplica([0.01] * 12)], 100))
+    next(reader)
+    assert len(our_threads()) == 2
+    reader.close()  # type: ignore[attr-defined]  # what Python does to a loop that an exception has left
+    deadline = time.monotonic() + 5
+    while our_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert our_threads() == []
+
+
+def test_a_replica_that_hangs_ends_the_run() -> None:
+    released = threading.Event()
+
+    class Hanging(FakeReplica):
+        def read(self, batch: Batch, device: torch.device) -> Batch:
+            released.wait(20)
+            return batch
+
+    try:
+        with pytest.raises(RuntimeError, match=r"Batch 0 .* placement\.hang_timeout_seconds=0\.2"):
+            next(iter(pipeline(batches(3), [Hanging()], hang_timeout_seconds=0.2)))
+    finally:
+        released.set()
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("auto", "found no CUDA device beside the drafter's"),
+        (["gpu"], "'gpu' is no device"),
+        (["cuda:7"], "there is no cuda:7 here"),
+    ],
+)
+def test_devices_that_there_are_not_are_named(targets: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"placement\.targets.*{message}"):
+        replica_devices(targets, CPU)
+
+
+def test_a_mistake_in_the_pool_ends_before_anything_is_loaded_or_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"placement\.targets: there is no cuda:9 here"):
+        train_here(tmp_path / "run", tmp_path / "cache", "placement=pool", "placement.targets=[cuda:9]")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("slow", "words"),
+    [
+        ("dflash.placement.pipeline.Replica.read", "the targets are the bottleneck"),
+        ("dflash.training.lightning_module.DFlashModule.training_step", "the drafter is the bottleneck"),
+    ],
+)
+def test_the_words_name_the_side_that_was_made_slow(
+    slow: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner, _, name = slow.rpartition(".")
+    fast = getattr(resolve_name(owner), name)
+
+    def slowed(*arguments: Any) -> Any:
+        time.sleep(0.15)
+        return fast(*arguments)
+
+    monkeypatch.setattr(slow, slowed)
+    options = ["placement=pool", "placement.targets=[cpu]", "max_steps=9", "trainer.log_every_n_steps=3"]
+    small = ["callbacks.decoding=null", "trainer.validate_every_n_steps=100", "batch.token_budget=704"]
+    assert train_here(tmp_path / "run", tmp_path / "cache", *options, *small) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("pipeline:")]
+    assert words in said[0]  # in the last interval the targets have nothing left to do
+    tags = scalars(tmp_path / "run")
+    waits = {side: tags[f"pipeline/{side}_wait"][0][1] for side in ("target", "drafter")}
+    assert (waits["drafter"] > waits["target"]) == ("targets" in words)
+    assert all(0 <= value <= 1 for tag in ("q_pre", "q_hs") for _, value in tags[f"pipeline/{tag}"])
+
+
+@pytest.mark.parametrize("sampler", ["bucketed", "packed"])
+def test_a_run_with_a_pool_is_the_run_inline_to_the_bit_also_resumed(sampler: str, tmp_path: Path) -> None:
+    common = [f"sampler={sampler}", "max_steps=8", "callbacks.decoding=null", "trainer.save_every_n_steps=100"]
+    pooled = ["placement=pool", "placement.targets=[cpu,cpu]", "placement.queued_batches=2"]
+    cache = tmp_path / "cache"
+    assert train_here(tmp_path / "inline", cache, *common) == 0
+    assert train_here(tmp_path / "pool", cache, *common, *pooled) == 0
+    assert train_here(tmp_path / "resumed", cache, *common, *pooled, "stop_after_steps=3") == 0
+    assert train_here(tmp_path / "resumed", cache, f"resume_from={tmp_path / 'resumed'}", start_from=[]) == 0
+    expected = weights(tmp_path / "inline")
+    for other in ("pool", "resumed"):
+        assert scalars(tmp_path / other)["train/loss"] == scalars(tmp_path / "inline")["train/loss"]
+        got = weights(tmp_path / other)
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def weights(run_folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = torch.load(run_folder / "checkpoints" / "last.ckpt", weights_only=False)
+    return dict(checkpoint["state_dict"])
