@@ -38,7 +38,7 @@ def test_it_writes_a_row_for_every_part_and_sampler(tmp_path: Path) -> None:
     cases = [
         f"{part}/{sampler}"
         for part in ("target", "drafter", "step")
-        for sampler in ("sorted", "random", "packed", "packed_equal_lengths")
+        for sampler in ("sorted", "random", "packed", "packed_equal")
     ]
     assert [row["case"] for row in rows] == cases
     for row in rows:

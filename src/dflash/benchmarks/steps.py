@@ -188,7 +188,7 @@ def with_equal_lengths(batch: Batch) -> Batch:
 def bench_cases(plans: dict[str, Plan]) -> dict[str, tuple[Plan, Layout]]:
     """What is measured: every plan; beside a packed one the same work with samples of equal length."""
     cases: dict[str, tuple[Plan, Layout]] = {n: (p, "packed" if p.packed else "padded") for n, p in plans.items()}
-    return cases | {f"{name}_equal_lengths": (plan, "equal_lengths") for name, plan in plans.items() if plan.packed}
+    return cases | {f"{name}_equal": (plan, "equal_lengths") for name, plan in plans.items() if plan.packed}
 
 
 def measure_samplers(

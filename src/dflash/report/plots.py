@@ -123,7 +123,8 @@ def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
         path: of the PNG.
     """
     parts = list(dict.fromkeys(row["case"].partition("/")[0] for row in rows))
-    figure = Figure(figsize=(4 * len(parts), 4.2), layout="constrained")
+    cases = len(rows) // len(parts)
+    figure = Figure(figsize=((1.0 + 0.9 * cases) * len(parts), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
         of_part = [row for row in rows if row["case"].startswith(f"{part}/")]
@@ -131,12 +132,13 @@ def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
         bars = axes.bar(names, [row["real_tokens_per_s"] for row in of_part], color="#3b6ea5")
         labels = [
             f"{row['real_tokens_per_s']:,.0f}"
-            + (f"\n{row['ratio_to_sorted']:.2f} of sorted" if row["ratio_to_sorted"] is not None else "")
+            + (f"\n{row['ratio_to_sorted']:.2f} x sorted" if row["ratio_to_sorted"] is not None else "")
             + f"\n{row['share_of_peak']:.0%} of peak"
             for row in of_part
         ]
         axes.bar_label(bars, labels=labels, padding=2, fontsize=8)
         axes.margins(y=0.2)
+        axes.tick_params(axis="x", rotation=20)
         axes.set(title=part, ylabel="real tokens/s")
     figure.savefig(path, dpi=110)
 
