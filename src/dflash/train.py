@@ -99,7 +99,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
         torch.set_num_threads(config.trainer.num_threads)
     seed_everything(config.seed, verbose=False)
     device = drafter_device(config.trainer.accelerator, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
-    placement.check(device)
+    placement.check(device, config.trainer.devices * config.trainer.num_nodes)
 
     # The drafter is made in the target's image.
     tokenizer, target_config = load_tokenizer(target, config.cache_dir), load_config(target, config.cache_dir)

@@ -209,6 +209,8 @@ def test_devices_that_there_are_not_are_named(targets: Any, message: str) -> Non
 def test_a_mistake_in_the_pool_ends_before_anything_is_loaded_or_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"placement\.targets: there is no cuda:9 here"):
         train_here(tmp_path / "run", tmp_path / "cache", "placement=pool", "placement.targets=[cuda:9]")
+    with pytest.raises(ValueError, match=r"placement=pool with 2 ranks: .*trainer\.devices=1, or placement=inline"):
+        pool(1).check(CPU, num_ranks=2)
     assert not (tmp_path / "cache").exists()
 
 

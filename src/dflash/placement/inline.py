@@ -33,7 +33,7 @@ class InlinePlacement:
         check_not_negative("placement.cache_gib", cache_gib)
         self.cache_bytes = int(cache_gib * 2**30)
 
-    def check(self, drafter: torch.device) -> None:
+    def check(self, drafter: torch.device, num_ranks: int) -> None:
         """Nothing can be wrong: the target goes where the drafter is."""
 
     def open(self, target: FrozenTarget) -> None:

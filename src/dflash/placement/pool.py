@@ -58,12 +58,17 @@ class PoolPlacement:
         self.figures = PipelineFigures()
         self.replicas: list[Replica] = []
 
-    def check(self, drafter: torch.device) -> None:
+    def check(self, drafter: torch.device, num_ranks: int) -> None:
         """Find mistakes before the target is loaded.
 
         Raises:
-            ValueError: a replica on the drafter's GPU; a device that there is not; none at all.
+            ValueError: a replica on the drafter's GPU; a device that there is not; none at all; several ranks.
         """
+        if num_ranks > 1:
+            raise ValueError(
+                f"placement=pool with {num_ranks} ranks: targets are not dealt to ranks yet, each would take all of "
+                "them. Set trainer.devices=1, or placement=inline."
+            )
         replica_devices(self.targets, drafter)
 
     def open(self, target: FrozenTarget) -> None:
