@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -64,7 +63,6 @@ class _Job:
     batch: Batch
     tokens: int
     cost: float
-    replica: int = -1
     fed: Batch | None = None
 
 
@@ -162,9 +160,9 @@ class Pipeline:
                 )
                 if state.is_stopping:
                     return
-                job.replica = min(range(len(self.replicas)), key=lambda r: state.loads[r])
-                state.queues[job.replica].append(job)
-                state.loads[job.replica] += job.cost
+                replica = min(range(len(self.replicas)), key=lambda r: state.loads[r])
+                state.queues[replica].append(job)
+                state.loads[replica] += job.cost
                 state.waiting_tokens += job.tokens
                 state.not_started[job.number] = job.tokens
                 self.figures.most_waiting_tokens = max(self.figures.most_waiting_tokens, state.waiting_tokens)
@@ -236,8 +234,7 @@ class Pipeline:
         state = self.state
         where = "the loader has not brought it"
         for replica, queue in enumerate(state.queues):
-            with suppress(StopIteration):
-                next(job for job in queue if job.number == number)
+            if any(job.number == number for job in queue):
                 where = f"it waits for replica {replica}"
         return (
             f"Batch {number} of this pass did not come within placement.hang_timeout_seconds="
