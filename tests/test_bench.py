@@ -57,7 +57,7 @@ def test_it_writes_a_row_for_every_part_and_sampler(tmp_path: Path) -> None:
     assert list(kernels[0]) == ["case", "seconds", "speed_ratio", "peak_mib", "memory_ratio", "share_of_peak"]
     assert [row["case"] for row in kernels] == [
         "attention/dense_padded", "attention/dense_packed", "attention/grouped",
-        "loss/full_logits", "loss/chunked", "drafter_step",
+        "loss/full_logits", "loss/chunked", "drafter_step/long", "drafter_step/short",
     ]  # fmt: skip
     assert all(float(row["seconds"]) > 0 and float(row["peak_mib"]) > 0 for row in kernels)
     memory = {row["case"]: float(row["memory_ratio"]) for row in kernels}
@@ -108,6 +108,9 @@ def test_what_a_kernel_may_be_given_is_checked() -> None:
         KernelSizes(documents=0)
     with pytest.raises(ValueError, match=r"kernels\.anchors_per_document=8 must be below kernels\.document_tokens=8"):
         KernelSizes(document_tokens=8, anchors_per_document=8)
+    sizes = KernelSizes(documents=3, document_tokens=64, anchors_per_document=16)
+    short = sizes.shorter(8)
+    assert (short.documents, short.document_tokens, short.anchors_per_document) == (24, 8, 2)
 
 
 def test_equal_lengths_keep_tokens_and_anchors_where_they_were(tmp_path: Path) -> None:
@@ -125,8 +128,8 @@ def test_equal_lengths_keep_tokens_and_anchors_where_they_were(tmp_path: Path) -
 
 
 def test_the_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
-    fast = [Work(real_tokens=10, seconds=s) for s in (1.0, 2.0, 10.0)]
-    slow = [Work(real_tokens=10, seconds=s) for s in (2.0, 4.0, 10.0)]
+    fast = [Work(flops=10.0, seconds=s) for s in (1.0, 2.0, 10.0)]
+    slow = [Work(flops=10.0, seconds=s) for s in (2.0, 4.0, 10.0)]
     assert ratio_of(slow, fast) == 0.5
     assert ratio_of(slow, None) is None
 

@@ -5,7 +5,7 @@ made meanwhile, on top of the inputs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -51,6 +51,15 @@ class KernelSizes:
                 f"{self.document_tokens}: the last token has none behind it to predict."
             )
 
+    def shorter(self, times: int) -> "KernelSizes":
+        """As many anchors (up to rounding) in so many times as many documents, so many times as short."""
+        return replace(
+            self,
+            documents=self.documents * times,
+            document_tokens=max(self.document_tokens // times, 2),
+            anchors_per_document=max(self.anchors_per_document // times, 1),
+        )
+
 
 @dataclass(frozen=True)
 class KernelCase:
@@ -74,17 +83,20 @@ class KernelRow:
 
 def kernel_cases(steps: TrainingSteps, sizes: KernelSizes) -> list[dict[str, KernelCase]]:
     """What is measured, by kind: shapes are those of the drafter and of the target's ends."""
-    module, batch = steps.module, random_documents(steps.module, sizes)
+    module = steps.module
 
-    def step() -> None:
-        steps.draft_and_differentiate(batch)
-        module.drafter.zero_grad()
+    def drafter_step(of: KernelSizes) -> KernelCase:
+        batch = random_documents(module, of)
 
-    return [
-        attention_cases(module, sizes, steps.compute_dtype),
-        loss_cases(module, sizes),
-        {"drafter_step": KernelCase(step, steps.drafter_flops(batch))},
-    ]
+        def step() -> None:
+            steps.draft_and_differentiate(batch)
+            module.drafter.zero_grad()
+
+        return KernelCase(step, steps.drafter_flops(batch))
+
+    cases = [attention_cases(module, sizes, steps.compute_dtype), loss_cases(module, sizes)]
+    # What an anchor budget is for: as many anchors in short samples as in long ones.
+    return [*cases, {"drafter_step/long": drafter_step(sizes), "drafter_step/short": drafter_step(sizes.shorter(8))}]
 
 
 def measure_kernels(

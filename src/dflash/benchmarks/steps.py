@@ -35,7 +35,7 @@ class Work:
 
     real_tokens: int = 0
     seconds: float = 0.0
-    flops: float = 0.0
+    flops: float = 0.0  # padding not counted
 
     def add(self, real_tokens: int, seconds: float, flops: float) -> None:
         """One batch more."""
@@ -48,10 +48,23 @@ class Work:
         """Real tokens a second."""
         return self.real_tokens / self.seconds
 
+    @property
+    def speed(self) -> float:
+        """Useful floating-point operations a second."""
+        return self.flops / self.seconds
+
 
 @dataclass(frozen=True)
 class BenchRow:
-    """A line of `bench.csv`; None where something can not be told."""
+    """A line of `bench.csv`; None where something can not be told.
+
+    Attributes:
+        case: part/sampler.
+        real_tokens_per_s: of the batches that were measured.
+        ratio_to_sorted: how fast an epoch goes, see `ratio_of`.
+        peak_mib: of tensors that the part makes, in the plan's most expensive batch.
+        share_of_peak: useful operations a second over what a plain matrix product does.
+    """
 
     case: str
     real_tokens_per_s: float
@@ -241,17 +254,21 @@ def measure_samplers(
                     real_tokens_per_s=median(w.rate for w in of_rounds),
                     ratio_to_sorted=ratio_of(of_rounds, reference),
                     peak_mib=peaks[case][part] / 2**20,
-                    share_of_peak=median(w.flops / w.seconds for w in of_rounds) / matrix_peak,
+                    share_of_peak=median(w.speed for w in of_rounds) / matrix_peak,
                 )
             )
     return rows
 
 
 def ratio_of(rounds: Sequence[Work], reference: Sequence[Work] | None) -> float | None:
-    """Median over the rounds of the rate against the reference's in the same round."""
+    """Median over the rounds of the speed against the reference's in the same round.
+
+    Speed is useful operations a second. Over an epoch that compares as real tokens a second do, since all samplers
+    read the same samples then; the few batches of a round can differ in how many anchors their tokens bring.
+    """
     if reference is None:
         return None
-    return median(w.rate / r.rate for w, r in zip(rounds, reference, strict=True))
+    return median(w.speed / r.speed for w, r in zip(rounds, reference, strict=True))
 
 
 def spread_batches(
