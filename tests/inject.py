@@ -1,6 +1,7 @@
 """A callback for tests: makes chosen optimizer steps go wrong."""
 
 import math
+from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -14,10 +15,13 @@ class Inject(Callback):
     Args:
         large_at: steps whose gradient is a hundred times what it should be.
         nan_at: steps that see a batch whose hidden states are not numbers.
+        empty_with: samples that take their whole batch's anchors away, whichever rank has it.
     """
 
-    def __init__(self, large_at: list[int], nan_at: list[int]) -> None:
-        self.large_at, self.nan_at = large_at, nan_at
+    def __init__(
+        self, large_at: Sequence[int] = (), nan_at: Sequence[int] = (), empty_with: Sequence[int] = ()
+    ) -> None:
+        self.large_at, self.nan_at, self.empty_with = large_at, nan_at, empty_with
         self.batch_idx = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
@@ -25,6 +29,8 @@ class Inject(Callback):
         if trainer.global_step + 1 in self.nan_at and not completes_step(trainer, batch_idx):
             assert batch.hidden is not None
             batch.hidden.fill_(math.nan)
+        if set(batch.sample_ids.tolist()) & set(self.empty_with):
+            batch.anchors, batch.anchor_doc = batch.anchors[:0], batch.anchor_doc[:0]
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step + 1 in self.large_at and completes_step(trainer, self.batch_idx):

@@ -10,7 +10,6 @@ the frozen target's hidden states, the module trains the drafter, callbacks meas
 """
 
 import logging
-import os
 import signal
 import sys
 import warnings
@@ -75,8 +74,8 @@ def run(config: DictConfig, run_folder: Path) -> int:
     from dflash.drafter.checkpoint import check_disk_space, find_checkpoint, init_drafter_from
     from dflash.drafter.network import build_drafter
     from dflash.memory import keep_freed_memory
-    from dflash.placement.inline import drafter_device
     from dflash.placement.pool import PoolPlacement
+    from dflash.placement.ranks import drafter_device, local_rank_here
     from dflash.precision import resolve_dtype
     from dflash.report.run_summary import RunSummary
     from dflash.target.frozen import FrozenTarget, resolve_mask_token_id
@@ -98,8 +97,9 @@ def run(config: DictConfig, run_folder: Path) -> int:
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
     seed_everything(config.seed, verbose=False)
-    device = drafter_device(config.trainer.accelerator, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
-    placement.check(device, config.trainer.devices * config.trainer.num_nodes)
+    local_rank = local_rank_here()
+    device = drafter_device(config.trainer.accelerator, local_rank)
+    target_device = placement.lay_out(device, local_rank, config.trainer.devices)
 
     # The drafter is made in the target's image.
     tokenizer, target_config = load_tokenizer(target, config.cache_dir), load_config(target, config.cache_dir)
@@ -111,11 +111,11 @@ def run(config: DictConfig, run_folder: Path) -> int:
     make_optimizer(drafter.parameters())  # for its errors alone: Lightning asks for the optimizer last of all
     check_disk_space(run_folder, sum(p.numel() for p in drafter.parameters()))
 
-    dtype = resolve_dtype(target.dtype, device)
+    dtype = resolve_dtype(target.dtype, target_device)
 
     @cache
     def target_model() -> "PreTrainedModel":
-        return load_causal_lm(target, config.cache_dir, dtype, device)
+        return load_causal_lm(target, config.cache_dir, dtype, target_device)
 
     # Conversations become tokens, and the sampler plans the whole run.
     answer_options = instantiate(config.regenerate)
@@ -136,12 +136,13 @@ def run(config: DictConfig, run_folder: Path) -> int:
     saved_step = schedule_position(resume_checkpoint, schedule) if resume_checkpoint else None
     max_steps = config.max_steps or schedule.num_steps(config.epochs)
     plan = schedule.plan(0)
+    placement.check_plan(plan.packed)
     print(
         f"epoch 0: {plan.num_batches:,} batches, {plan.num_steps:,} optimizer steps; samples: {plan.ledger}", flush=True
     )
 
     # Batches pass through the target on their way to the drafter.
-    frozen_target = FrozenTarget(target_model(), drafter.target_layer_ids, device, target.prefill_chunk)
+    frozen_target = FrozenTarget(target_model(), drafter.target_layer_ids, target_device, target.prefill_chunk)
     if plan.packed:
         frozen_target.check_packing()
     placement.open(frozen_target)
@@ -171,7 +172,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
         decoding = callbacks["decoding"]
         longest = max_prompt_tokens(target_config, decoding.options.max_new_tokens)
         prompts, _ = take_prompts(prompts_of_samples(val_samples), decoding.num_prompts, longest)
-        decoding.use(placement.target, [Prompt(*prompt) for prompt in prompts], tokenizer)
+        decoding.use(placement.lend_target, [Prompt(*prompt) for prompt in prompts], tokenizer)
     trainer = build_trainer(config, run_folder, max_steps, device, list(callbacks.values()), saved_step)
 
     summary = RunSummary(run_folder)

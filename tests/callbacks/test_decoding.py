@@ -1,5 +1,7 @@
 """The decoding callback where there is nothing to decode: it says so, and training goes on."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from dflash.callbacks.decoding import Decoding
@@ -11,9 +13,9 @@ from dflash.target.tiny import build_tiny_model, build_tiny_tokenizer
 
 def test_a_run_without_prompts_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     callback = Decoding()
-    callback.use(FrozenTarget(build_tiny_model(), [0]), [], build_tiny_tokenizer())
+    callback.use(lambda: nullcontext(FrozenTarget(build_tiny_model(), [0])), [], build_tiny_tokenizer())
     assert "callbacks.decoding measures nothing in this run: no held-out sample has a prompt" in capsys.readouterr().out
-    assert callback.target is None
+    assert callback.lend_target is None
 
 
 def test_a_target_whose_state_can_not_be_taken_back_is_told_before_training(
@@ -24,9 +26,11 @@ def test_a_target_whose_state_can_not_be_taken_back_is_told_before_training(
 
     monkeypatch.setattr(TargetSequence, "prefill", refuse)
     callback = Decoding()
-    callback.use(FrozenTarget(build_tiny_model(), [0]), [Prompt("a", [5, 6])], build_tiny_tokenizer())
+    callback.use(
+        lambda: nullcontext(FrozenTarget(build_tiny_model(), [0])), [Prompt("a", [5, 6])], build_tiny_tokenizer()
+    )
     assert "measures nothing in this run: target X keeps a state" in capsys.readouterr().out
-    assert callback.target is None
+    assert callback.lend_target is None
 
 
 @pytest.mark.parametrize("key", ["every_n_steps", "num_prompts", "max_new_tokens"])

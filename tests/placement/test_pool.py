@@ -1,10 +1,12 @@
 """Several targets feed one drafter: the same states in the same order, bounded queues, and an end to every mishap."""
 
+import ctypes
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from hypothesis import strategies as st
 from dflash.batch import Batch
 from dflash.cost import CostModel
 from dflash.placement.inline import InlinePlacement
-from dflash.placement.pipeline import Pipeline, PipelineFigures
+from dflash.placement.pipeline import Part, Pipeline, PipelineFigures
 from dflash.placement.pool import PoolPlacement, replica_devices
+from dflash.placement.replica import Replica, use_threads
 from dflash.target.frozen import FrozenTarget
 from tests.commands import scalars, train_here
 from tests.models import ARCHITECTURES, random_model
@@ -46,6 +49,12 @@ def pool(replicas: int, **changes: Any) -> PoolPlacement:
     return PoolPlacement(["cpu"] * replicas, **options)
 
 
+def opened(placement: Any, target: FrozenTarget) -> Any:
+    placement.lay_out(CPU)
+    placement.open(target)
+    return placement
+
+
 def our_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("dflash-")]
 
@@ -58,9 +67,7 @@ def target() -> FrozenTarget:
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_states_are_those_of_inline_to_the_bit_and_in_order(replicas: int, target: FrozenTarget) -> None:
     made = batches(25)
-    inline, pooled = InlinePlacement(), pool(replicas)
-    inline.open(target)
-    pooled.open(target)
+    inline, pooled = opened(InlinePlacement(), target), opened(pool(replicas), target)
     assert len(pooled.feed(made)) == 25  # type: ignore[arg-type]
     for _ in range(2):  # a loader is iterated once an epoch
         expected, got = list(inline.feed(made)), list(pooled.feed(made))
@@ -72,13 +79,11 @@ def test_states_are_those_of_inline_to_the_bit_and_in_order(replicas: int, targe
 
 
 def test_replicas_share_weights_but_no_module(target: FrozenTarget) -> None:
-    pooled = pool(2)
-    pooled.open(target)
-    first, second = (replica.target.model for replica in pooled.replicas)
+    first, second = (replica.target.model for replica in opened(pool(2), target).replicas)
+    assert first is target.model  # no copy more than replicas
     assert first is not second
-    assert first is not target.model
-    for one, other, original in zip(first.parameters(), second.parameters(), target.model.parameters(), strict=True):
-        assert one.data_ptr() == other.data_ptr() == original.data_ptr()
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert one.data_ptr() == other.data_ptr()
 
 
 class FakeReplica:
@@ -86,14 +91,18 @@ class FakeReplica:
 
     def __init__(self, seconds: Iterable[float] = ()) -> None:
         self.seconds = iter(seconds)
+        self.target = SimpleNamespace(device=CPU)
 
-    def read(self, batch: Batch, device: torch.device) -> Batch:
+    def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
         time.sleep(next(self.seconds, 0.0))
-        return batch
+        return batch.input_ids, 0.0
 
 
 def pipeline(loader: Iterable[Batch], replicas: list[Any], capacity_tokens: int = 10**6, **changes: Any) -> Pipeline:
-    options = {"cost": lambda batch: batch.num_padded_tokens, "hang_timeout_seconds": 30.0, **changes}
+    def least_loaded(batch: Batch, loads: Sequence[float]) -> list[Part]:
+        return [Part(loads.index(min(loads)), None, float(batch.num_padded_tokens))]
+
+    options = {"route": least_loaded, "hang_timeout_seconds": 30.0, **changes}
     figures = options.pop("figures", PipelineFigures())
     return Pipeline(loader, replicas, CPU, capacity_tokens=capacity_tokens, figures=figures, **options)
 
@@ -115,7 +124,7 @@ def test_order_is_kept_and_queues_are_bounded_whoever_is_slow(
     for batch in pipeline(made, fakes, capacity_tokens, figures=figures):
         got.append(batch)
         time.sleep(reader)
-    assert [id(batch) for batch in got] == [id(batch) for batch in made]
+    assert [batch.input_ids.data_ptr() for batch in got] == [batch.input_ids.data_ptr() for batch in made]
     bound = max(capacity_tokens, *(batch.num_padded_tokens for batch in made))  # one that is larger passes alone
     assert 0 < figures.most_waiting_tokens <= bound
     assert 0 < figures.most_states_tokens <= bound
@@ -136,20 +145,31 @@ def test_a_second_replica_is_not_kept_waiting_by_a_batch_that_waits_for_the_firs
     class First(FakeReplica):
         """Stays at its first batch, number 0, until the other one has read 1 and 3: 2 waits behind it meanwhile."""
 
-        def read(self, batch: Batch, device: torch.device) -> Batch:
+        def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
             assert second_has_read_two.wait(20)
-            return batch
+            return super().read(batch, samples)
 
     class Second(FakeReplica):
         num_read = 0
 
-        def read(self, batch: Batch, device: torch.device) -> Batch:
+        def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
             self.num_read += 1
             if self.num_read == 2:
                 second_has_read_two.set()
-            return batch
+            return super().read(batch, samples)
 
-    assert len(list(pipeline(batches(30), [First(), Second()], cost=lambda batch: 1.0))) == 30
+    assert (
+        len(
+            list(
+                pipeline(
+                    batches(30),
+                    [First(), Second()],
+                    route=lambda batch, loads: [Part(loads.index(min(loads)), None, 1.0)],
+                )
+            )
+        )
+        == 30
+    )
     assert our_threads() == []
 
 
@@ -159,10 +179,10 @@ class BrokenError(Exception):
 
 def test_what_a_replica_raises_reaches_the_drafter_with_its_own_traceback() -> None:
     class Broken(FakeReplica):
-        def read(self, batch: Batch, device: torch.device) -> Batch:
-            if batch is made[5]:
+        def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
+            if batch.input_ids is made[5].input_ids:
                 raise BrokenError("in a target")
-            return batch
+            return super().read(batch, samples)
 
     made = batches(12)
     with pytest.raises(BrokenError, match="in a target") as caught:
@@ -196,9 +216,9 @@ def test_a_replica_that_hangs_ends_the_run() -> None:
     released = threading.Event()
 
     class Hanging(FakeReplica):
-        def read(self, batch: Batch, device: torch.device) -> Batch:
+        def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
             released.wait(20)
-            return batch
+            return super().read(batch, samples)
 
     try:
         with pytest.raises(RuntimeError, match=r"Batch 0 .* placement\.hang_timeout_seconds=0\.2"):
@@ -217,21 +237,67 @@ def test_a_replica_that_hangs_ends_the_run() -> None:
 )
 def test_devices_that_there_are_not_are_named(targets: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"placement\.targets.*{message}"):
-        replica_devices(targets, CPU)
+        replica_devices(targets, [CPU])
+
+
+def test_gpus_are_dealt_to_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    cuda = [torch.device("cuda", index) for index in range(8)]
+
+    def dealt(targets: Any, num_ranks: int) -> list[list[int]]:
+        placement, of_ranks = PoolPlacement(targets, cost=CostModel(), token_budget=160), []
+        for rank in range(num_ranks):
+            assert placement.lay_out(cuda[rank], rank, num_ranks) == placement.devices[0]
+            of_ranks.append([device.index for device in placement.devices])
+        return of_ranks
+
+    assert dealt("auto", 1) == [[1, 2, 3, 4, 5, 6, 7]]
+    assert dealt("auto", 2) == [[2, 4, 6], [3, 5, 7]]
+    assert dealt("auto", 4) == [[4], [5], [6], [7]]
+    assert dealt(["cuda:7", "cuda:5", "cuda:6"], 2) == [[7, 6], [5]]
+    with pytest.raises(ValueError, match=r"placement\.targets: cuda:1 is a drafter's own device"):
+        dealt(["cuda:1", "cuda:5"], 2)
+    with pytest.raises(ValueError, match=r"placement\.targets has 3 devices for trainer\.devices=5 ranks"):
+        dealt("auto", 5)
+
+
+def test_replicas_have_threads_of_their_own_and_leave_the_drafters_alone(target: FrozenTarget) -> None:
+    seen = []
+
+    class Watching(Replica):
+        def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
+            seen.append((torch.get_num_threads(), mkl_threads()))
+            return super().read(batch, samples)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        of_drafter = []
+        for _ in pipeline(batches(6), [Watching(target, CPU)], threads_per_replica=3):
+            of_drafter.append((torch.get_num_threads(), mkl_threads()))
+    finally:
+        use_threads(before)
+    mkl = (3, 2) if torch.backends.mkl.is_available() else (0, 0)
+    assert set(seen) == {(3, mkl[0])}
+    assert set(of_drafter) == {(2, mkl[1])}
+
+
+def mkl_threads() -> int:
+    """MKL's own number in the calling thread; 0 without MKL."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    return int(library.MKL_Get_Max_Threads()) if torch.backends.mkl.is_available() else 0
 
 
 def test_a_mistake_in_the_pool_ends_before_anything_is_loaded_or_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"placement\.targets: there is no cuda:9 here"):
         train_here(tmp_path / "run", tmp_path / "cache", "placement=pool", "placement.targets=[cuda:9]")
-    with pytest.raises(ValueError, match=r"placement=pool with 2 ranks: .*trainer\.devices=1, or placement=inline"):
-        pool(1).check(CPU, num_ranks=2)
     assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(
     ("slow", "words"),
     [
-        ("dflash.placement.pipeline.Replica.read", "the targets are the bottleneck"),
+        ("dflash.placement.replica.Replica.read", "the targets are the bottleneck"),
         ("dflash.training.lightning_module.DFlashModule.training_step", "the drafter is the bottleneck"),
     ],
 )
@@ -271,6 +337,17 @@ def test_a_run_with_a_pool_is_the_run_inline_to_the_bit_also_resumed(sampler: st
         assert scalars(tmp_path / other)["train/loss"] == scalars(tmp_path / "inline")["train/loss"]
         got = weights(tmp_path / other)
         assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_a_run_whose_batches_are_cut_by_length_is_the_run_inline(tmp_path: Path) -> None:
+    common = ["sampler=random", "max_steps=6", "callbacks.decoding.every_n_steps=6", "trainer.log_every_n_steps=1",
+              "callbacks.decoding.num_prompts=2", "callbacks.decoding.max_new_tokens=8"]  # fmt: skip
+    cut = ["placement=pool", "placement.targets=[cpu,cpu,cpu]", "placement.routing=split_by_length"]
+    assert train_here(tmp_path / "inline", tmp_path / "cache", *common) == 0
+    assert train_here(tmp_path / "cut", tmp_path / "cache", *common, *cut, "placement.threads_per_replica=1") == 0
+    expected, got = scalars(tmp_path / "inline"), scalars(tmp_path / "cut")
+    for tag in ("train/loss", "grad/norm", "decode/acceptance_length"):
+        assert got[tag] == [(step, pytest.approx(value, rel=1e-5)) for step, value in expected[tag]], tag
 
 
 def weights(run_folder: Path) -> dict[str, torch.Tensor]:

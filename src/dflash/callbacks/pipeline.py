@@ -55,15 +55,18 @@ class PipelineMetrics(Callback):
                 (now.states_tokens_sum - before.states_tokens_sum) / delivered / self.capacity_tokens,
                 (now.target_wait_seconds - before.target_wait_seconds) / seconds / self.num_replicas,
                 (now.drafter_wait_seconds - before.drafter_wait_seconds) / seconds,
+                (now.transfer_seconds - before.transfer_seconds) / seconds / self.num_replicas,
             ],
             dtype=torch.float64,
         )
-        q_pre, q_hs, target_wait, drafter_wait = (sum_over_ranks(trainer, shares) / trainer.world_size).tolist()
+        shares = sum_over_ranks(trainer, shares) / trainer.world_size
+        q_pre, q_hs, target_wait, drafter_wait, transfer = shares.tolist()
         metrics = {
             metric_names.PIPELINE_Q_PRE: q_pre,
             metric_names.PIPELINE_Q_HS: q_hs,
             metric_names.PIPELINE_TARGET_WAIT: target_wait,
             metric_names.PIPELINE_DRAFTER_WAIT: drafter_wait,
+            metric_names.PIPELINE_TRANSFER: transfer,
         }
         log_metrics(trainer, pl_module, metrics)
         verdict, advice = judge(target_wait, drafter_wait)

@@ -1,6 +1,7 @@
 """Target and drafter on one device: the target runs when the training loop asks for the next batch."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -33,13 +34,21 @@ class InlinePlacement:
         check_not_negative("placement.cache_gib", cache_gib)
         self.cache_bytes = int(cache_gib * 2**30)
 
-    def check(self, drafter: torch.device, num_ranks: int) -> None:
-        """Nothing can be wrong: the target goes where the drafter is."""
+    def lay_out(self, drafter: torch.device, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
+        """The device to load the target on: the drafter's."""
+        return drafter
+
+    def check_plan(self, packed: bool) -> None:
+        """Nothing can be wrong: whole batches are read."""
 
     def open(self, target: FrozenTarget) -> None:
         """Take the target in. It is the last thing that a run loads, so that mistakes in all else show before."""
         self.target = target
         self.ends = target_ends(target.model)
+
+    def lend_target(self) -> AbstractContextManager[FrozenTarget]:
+        """The target for decoding."""
+        return nullcontext(self.target)
 
     def feed(self, loader: Iterable[Batch]) -> "FedLoader":
         """The loader's batches in its order, each with the target's hidden states."""
@@ -66,10 +75,3 @@ class FedLoader:
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
-
-
-def drafter_device(accelerator: str, local_rank: int) -> torch.device:
-    """Device of this rank's drafter: its GPU where Lightning will use GPUs, else the CPU."""
-    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")

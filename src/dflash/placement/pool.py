@@ -2,80 +2,132 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from dflash.batch import Batch
 from dflash.checks import check_integer, check_positive
 from dflash.cost import CostModel
-from dflash.placement.pipeline import Pipeline, PipelineFigures, Replica
+from dflash.placement.pipeline import Part, Pipeline, PipelineFigures
+from dflash.placement.replica import Replica
+from dflash.placement.split_by_length import length_groups
 from dflash.target.ends import TargetEnds, target_ends
 from dflash.target.frozen import FrozenTarget
 
+ROUTINGS = ("least_loaded", "split_by_length")
+
 
 class PoolPlacement:
-    """Several targets feed one drafter.
+    """Several targets feed one drafter; of several ranks, each with its own share of the targets.
 
     Args:
-        targets: devices of the replicas, `[cuda:1,cuda:2]` or `[cpu,cpu]`; `auto`: every CUDA device but the drafter's.
-        cost: what a batch costs the target, by which batches go to the replica with least before it.
+        targets: devices of the replicas of this machine, `[cuda:1,cuda:2]` or `[cpu,cpu]`; `auto`: every CUDA device
+            that is no drafter's.
+        routing: `least_loaded`: each batch goes to the replica with least before it, by predicted cost;
+            `split_by_length`: its samples are cut into length groups, see `length_groups`.
+        cost: what a batch costs the target.
         token_budget: tokens of a full batch.
+        pad_multiple: length groups are padded to multiples of it.
+        max_groups: of a batch, at most.
         queued_batches: each of the two queues holds so many full batches a replica.
+        threads_per_replica: of replicas on the CPU; None: as many as the drafter has.
         hang_timeout_seconds: the longest wait for a batch before the run ends.
 
     Raises:
-        ValueError: no replica, or a value out of range.
+        ValueError: no replica, or a value that can not be.
 
     Attributes:
-        target: for decoding, once `open` has been called; beside the replicas.
         ends: the target's embedding and LM head, on the drafter's device; once `open` has been called.
+        replicas: of this rank; once `open` has been called.
         figures: who waited for whom.
     """
 
-    target: FrozenTarget
     ends: TargetEnds
 
     def __init__(
         self,
         targets: str | Sequence[str] = "auto",
         *,
+        routing: str = "least_loaded",
         cost: CostModel,
         token_budget: int,
+        pad_multiple: int = 16,
+        max_groups: int = 8,
         queued_batches: int = 2,
+        threads_per_replica: int | None = None,
         hang_timeout_seconds: float = 600.0,
     ) -> None:
         if isinstance(targets, str) and targets != "auto":
             raise ValueError(f"placement.targets={targets}: expected auto, or a list such as [cuda:1,cuda:2].")
         if not targets:
             raise ValueError("placement.targets=[]: expected auto, or a list such as [cuda:1,cuda:2].")
+        if routing not in ROUTINGS:
+            raise ValueError(f"placement.routing={routing!r} is unknown. Allowed: {', '.join(ROUTINGS)}.")
+        check_integer("placement.max_groups", max_groups, 1)
         check_integer("placement.queued_batches", queued_batches, 1)
+        if threads_per_replica is not None:
+            check_integer("placement.threads_per_replica", threads_per_replica, 1, ", or null")
         check_positive("placement.hang_timeout_seconds", hang_timeout_seconds)
         self.targets = targets
+        self.routing = routing
         self.cost = cost
         self.token_budget = token_budget
+        self.pad_multiple = pad_multiple
+        self.max_groups = max_groups
         self.queued_batches = queued_batches
+        self.threads_per_replica = threads_per_replica
         self.hang_timeout_seconds = hang_timeout_seconds
         self.figures = PipelineFigures()
+        self.devices: list[torch.device] = []
         self.replicas: list[Replica] = []
 
-    def check(self, drafter: torch.device, num_ranks: int) -> None:
-        """Find mistakes before the target is loaded.
+    def lay_out(self, drafter: torch.device, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
+        """Decide which devices this rank's replicas are on, before the target is loaded.
+
+        Args:
+            drafter: this rank's drafter's device.
+            local_rank: among the ranks of this machine.
+            local_ranks: of this machine; drafters are on its first GPUs, or on the CPU.
+
+        Returns:
+            The device to load the target on.
 
         Raises:
-            ValueError: a replica on the drafter's GPU; a device that there is not; none at all; several ranks.
+            ValueError: a replica on a drafter's GPU; a device that there is not; fewer replicas than ranks.
         """
-        if num_ranks > 1:
+        drafters = [torch.device("cuda", rank) for rank in range(local_ranks)] if drafter.type == "cuda" else [drafter]
+        devices = replica_devices(self.targets, drafters)
+        if len(devices) < local_ranks:
             raise ValueError(
-                f"placement=pool with {num_ranks} ranks: targets are not dealt to ranks yet, each would take all of "
-                "them. Set trainer.devices=1, or placement=inline."
+                f"placement.targets has {len(devices)} devices for trainer.devices={local_ranks} ranks, each of which "
+                "needs one of its own. Name more, lower trainer.devices, or set placement=inline."
             )
-        replica_devices(self.targets, drafter)
+        self.drafter = drafter
+        self.devices = devices[local_rank::local_ranks]
+        return self.devices[0]
+
+    def check_plan(self, packed: bool) -> None:
+        """Make sure that batches can be routed as wanted.
+
+        Raises:
+            ValueError: packed batches are to be cut.
+        """
+        if packed and self.routing == "split_by_length":
+            raise ValueError(
+                "placement.routing=split_by_length saves the padding of padded batches, and sampler=packed has none. "
+                "Set placement.routing=least_loaded, or a sampler that pads, for example sampler=random."
+            )
 
     def open(self, target: FrozenTarget) -> None:
-        """Copy the target to every replica's device; on its own device the weights are shared."""
-        self.target = target
-        self.ends = target_ends(target.model)
-        self.replicas = [Replica(_copy_of(target, device)) for device in replica_devices(self.targets, target.device)]
+        """Take the target in, on the device that `lay_out` named, and copy it to the others."""
+        self.ends = target_ends(target.model).to(self.drafter)
+        copies = [_copy_of(target, device) for device in self.devices[1:]]
+        self.replicas = [Replica(replica, self.drafter) for replica in (target, *copies)]
+
+    def lend_target(self) -> AbstractContextManager[FrozenTarget]:
+        """The first replica's target for decoding; batches wait for it meanwhile."""
+        return self.replicas[0].lend(self.hang_timeout_seconds)
 
     @property
     def capacity_tokens(self) -> int:
@@ -86,12 +138,22 @@ class PoolPlacement:
         """The loader's batches in its order, each with the target's hidden states."""
         return PooledLoader(self, loader)
 
-    def batch_cost(self, batch: Batch) -> float:
-        """Predicted cost of a batch for a replica; packed rows attend within their samples."""
+    def route(self, batch: Batch, loads: Sequence[float]) -> list[Part]:
+        """Which replica reads the batch, or which parts of it."""
+        if self.routing == "least_loaded" or batch.cu_seqlens is not None:
+            replica = min(range(len(loads)), key=lambda r: loads[r])
+            return [Part(replica, None, self._cost_of_whole(batch))]
+        groups = length_groups(
+            batch.lengths.numpy(), self.cost, loads, max_groups=self.max_groups, pad_multiple=self.pad_multiple
+        )
+        return [Part(group.replica, group.samples, group.cost) for group in groups]
+
+    def _cost_of_whole(self, batch: Batch) -> float:
+        """Packed rows attend within their samples."""
         tokens = float(batch.num_padded_tokens)
         lengths = batch.lengths.double()
         squares = float((lengths**2).sum()) if batch.cu_seqlens is not None else tokens * batch.input_ids.shape[1]
-        return float(self.cost.target(tokens, squares))
+        return float(self.cost.target(tokens, squares)) + self.cost.per_batch
 
 
 class PooledLoader:
@@ -107,9 +169,10 @@ class PooledLoader:
             Pipeline(
                 self.loader,
                 pool.replicas,
-                pool.target.device,
+                pool.drafter,
                 capacity_tokens=pool.capacity_tokens,
-                cost=pool.batch_cost,
+                route=pool.route,
+                threads_per_replica=pool.threads_per_replica,
                 hang_timeout_seconds=pool.hang_timeout_seconds,
                 figures=pool.figures,
             )
@@ -119,19 +182,19 @@ class PooledLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
 
-def replica_devices(targets: str | Sequence[str], drafter: torch.device) -> list[torch.device]:
+def replica_devices(targets: str | Sequence[str], drafters: Sequence[torch.device]) -> list[torch.device]:
     """The replicas' devices.
 
     Args:
         targets: `auto`, or a device for each.
-        drafter: the drafter's device.
+        drafters: devices of the drafters.
 
     Raises:
-        ValueError: none is left; one that there is not; one that is the drafter's GPU.
+        ValueError: none is left; one that there is not; one that is a drafter's GPU.
     """
     if targets == "auto":
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        devices = [device for device in devices if device != drafter]
+        devices = [device for device in devices if device not in drafters]
         if not devices:
             raise ValueError(
                 "placement.targets=auto found no CUDA device beside the drafter's. Set placement=inline, or name "
@@ -146,15 +209,19 @@ def replica_devices(targets: str | Sequence[str], drafter: torch.device) -> list
             raise ValueError(
                 f"placement.targets: {name!r} is no device. Expected cpu, or cuda:0, cuda:1, ..."
             ) from error
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(
-                f"placement.targets: there is no {name} here, only {torch.cuda.device_count()} CUDA devices."
-            )
-        if device.type == "cuda" and torch.device("cuda", device.index or 0) == drafter:
-            raise ValueError(
-                f"placement.targets: {name} is the drafter's own device, which it would have to share. Leave it out, "
-                "or set placement=inline."
-            )
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"placement.targets: {name!r} is not supported. Expected cpu, or cuda:0, cuda:1, ...")
+        if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
+            if device.index >= torch.cuda.device_count():
+                raise ValueError(
+                    f"placement.targets: there is no {name} here, only {torch.cuda.device_count()} CUDA devices."
+                )
+            if device in drafters:
+                raise ValueError(
+                    f"placement.targets: {name} is a drafter's own device, which it would have to share. Leave it "
+                    "out, or set placement=inline."
+                )
         devices.append(device)
     return devices
 

@@ -1,6 +1,6 @@
 """The two ends of the target that the drafter shares: token embedding at the bottom, LM head at the top."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ class TargetEnds:
     head_bias: Tensor | None  # [V]
     logit_scale: float  # Cohere and Granite multiply logits by a constant
     logit_softcap: float | None  # Gemma 2: logits = cap * tanh(logits / cap)
+
+    def to(self, device: torch.device) -> "TargetEnds":
+        """The same ends with their tensors on `device`."""
+        bias = self.head_bias if self.head_bias is None else self.head_bias.to(device)
+        embedding = self.embedding.to(device)
+        is_tied = self.head.data_ptr() == self.embedding.data_ptr()
+        head = embedding if is_tied else self.head.to(device)
+        return replace(self, embedding=embedding, head=head, head_bias=bias)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embed as the target does.
