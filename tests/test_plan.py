@@ -62,9 +62,34 @@ def test_it_says_so_where_no_sampler_mixes_as_wanted(tmp_path: Path) -> None:
     assert "None of them mixes as well as eta2_ratio <= 1.5" in result.stdout
 
 
+def test_topologies_are_simulated_and_the_two_measured_figures_met(tmp_path: Path) -> None:
+    small = ["scenario.num_samples=20000", "simulation.max_batches=250", "topology=[6+1,6+2,inline]"]
+    result = run_module("plan", "experiment=eight_gpus", *small, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (path,) = tmp_path.glob("outputs/plan/*/*/topology.csv")
+    assert (path.parent / "topology.png").read_bytes().startswith(b"\x89PNG")
+    rows = list(csv.DictReader(path.open()))
+    assert list(rows[0]) == ["sampler", "routing", "topology", "real_tokens_per_s", "target_idle", "drafter_idle"]
+    rate = {(r["sampler"], r["routing"], r["topology"]): float(r["real_tokens_per_s"]) for r in rows}
+    assert rate["sorted", "least_loaded", "6+1"] == pytest.approx(32000, rel=0.01)
+    assert rate["random", "least_loaded", "6+1"] == pytest.approx(11900, rel=0.01)
+    assert rate["random", "split_by_length", "6+1"] > 2 * rate["random", "least_loaded", "6+1"]
+    assert rate["packed", "-", "inline"] < rate["packed", "least_loaded", "6+1"]
+    assert "calibrated, in seconds:" in result.stdout
+    assert "Most real tokens/s: " in result.stdout
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["topology=6"], "topology=6: expected targets+drafters with a target for every drafter"),
+        (["topology=6+1", "simulation.routings=[fastest]"], "simulation.routings=['fastest']: expected a list of"),
+        (["topology=6+1", "simulation.max_batches=0"], "simulation.max_batches=0: expected a whole number"),
+        (["calibration={topology: 6+1, random: 1, sorted: 2}"], "calibration fits what is simulated: add a topology"),
+        (
+            ["topology=6+1", "calibration={topology: 6+1, random: -1, sorted: 2}"],
+            "calibration.random=-1: expected a number above 0",
+        ),
         (["lengths=normal"], "lengths='normal' is unknown: lognormal, or null"),
         (["scenario.num_samples=0"], "scenario.num_samples=0: expected a whole number of 1 or more"),
         (["scenario.num_samples=1e3"], "scenario.num_samples=1000.0: expected a whole number of 1 or more."),

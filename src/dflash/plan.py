@@ -3,9 +3,12 @@
     python -m dflash.plan                                         # 902,000 samples of lognormal lengths on 8 ranks
     python -m dflash.plan data=jsonl data.path=answers.jsonl target=hf target.name=Qwen/Qwen3-8B
     python -m dflash.plan data=sized_text batch.token_budget=4096 profile=true world_size=1 accumulate=4
+    python -m dflash.plan topology=6+1                            # and what six targets and a drafter would make of it
+    python -m dflash.plan experiment=eight_gpus
 
 Writes `plan.csv` and `plan.png`, and names the fastest sampler that mixes as well as wanted, with the command line that
-trains with it.
+trains with it. With a topology (targets+drafters), `topology.csv` and `topology.png` follow: devices and queues are
+simulated over the same plans.
 """
 
 import csv
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from dflash.cost import CostModel
     from dflash.samplers.base import LengthBatchSampler
     from dflash.samplers.limits import BatchLimits
+    from dflash.simulation.topologies import Scenario
 
 # Column of plan.csv -> its shorter name on the screen, and how a figure is shown there.
 COLUMNS = {
@@ -70,6 +74,8 @@ def plan(config: DictConfig, out_folder: Path, overrides: list[str]) -> None:
     from dflash.report.tables import text_table
     from dflash.samplers.bucketed import BucketedSampler
     from dflash.samplers.choice import named_samplers
+    from dflash.simulation.study import measured_of, study
+    from dflash.simulation.topologies import calibrate
 
     _check_options(config)
     limits, cost = instantiate(config.batch), instantiate(config.cost)
@@ -83,6 +89,10 @@ def plan(config: DictConfig, out_folder: Path, overrides: list[str]) -> None:
         f"{config.world_size} ranks x {config.accumulate} batches to an optimizer step",
         flush=True,
     )
+    scenario = _simulated_scenario(config, samplers, lengths, num_anchorable, limits) if config.topology else None
+    if scenario and (measured := measured_of(config)):
+        cost = calibrate(scenario, cost, measured)
+        print("calibrated, in seconds:  " + " ".join(f"cost.{key}={value:.4g}" for key, value in asdict(cost).items()))
     rows = []
     for name, sampler in samplers.items():
         rows.append(_row(config, name, sampler, lengths, num_anchorable, limits, cost))
@@ -111,7 +121,9 @@ def plan(config: DictConfig, out_folder: Path, overrides: list[str]) -> None:
         )
     else:
         print(f"\nNone of them mixes as well as eta2_ratio <= {config.wanted_eta2_ratio:g} (wanted_eta2_ratio).")
-    print(f"\n{out_folder / 'plan.csv'}\n{out_folder / 'plan.png'}")
+    print(f"\n{out_folder / 'plan.csv'}\n{out_folder / 'plan.png'}", flush=True)
+    if scenario:
+        study(scenario, config, cost, out_folder)
 
 
 # Groups and keys that mean the same to training; `batch` and `cost` are written out, since plans have other defaults.
@@ -151,11 +163,50 @@ def _check_options(config: DictConfig) -> None:
     check_positive("wanted_eta2_ratio", config.wanted_eta2_ratio)
     if config.lengths not in (None, "lognormal"):
         raise ValueError(f"lengths={config.lengths!r} is unknown: lognormal, or null for those of data.")
+    if config.topology:
+        from dflash.simulation.study import topologies_of
+
+        topologies_of(config)
+    elif config.calibration:
+        raise ValueError("calibration fits what is simulated: add a topology, for example topology=6+1.")
     if config.profile and not config.get("data"):
         raise ValueError(
             "profile=true runs the target and the drafter, so it needs samples: add data=sized_text, or your own with "
             "data=jsonl data.path=..."
         )
+
+
+def _simulated_scenario(
+    config: DictConfig,
+    samplers: "dict[str, LengthBatchSampler]",
+    lengths: "NDArray[Any]",
+    num_anchorable: "NDArray[Any]",
+    limits: "BatchLimits",
+) -> "Scenario":
+    """What is simulated on every topology."""
+    from dflash.simulation.pipeline import Machine
+    from dflash.simulation.topologies import Scenario
+
+    options = config.simulation
+    machine = Machine(
+        targets_of_ranks=(1,),
+        cost=instantiate(config.cost),
+        token_budget=limits.token_budget,
+        pad_multiple=limits.pad_multiple,
+        queued_batches=options.queued_batches,
+        max_groups=options.max_groups,
+        shares_one_device=options.shares_one_device,
+    )
+    return Scenario(
+        samplers,
+        lengths,
+        num_anchorable,
+        limits,
+        machine,
+        batches_per_step=config.world_size * config.accumulate,
+        max_batches=options.max_batches,
+        seed=config.seed,
+    )
 
 
 def _lengths(config: DictConfig) -> "tuple[NDArray[Any], NDArray[Any]]":

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from dflash.batch import Batch
 from dflash.cost import CostModel
 from dflash.placement.inline import InlinePlacement
-from dflash.placement.pipeline import Part, Pipeline, PipelineFigures
+from dflash.placement.pipeline import Pipeline, PipelineFigures
 from dflash.placement.pool import PoolPlacement, replica_devices
+from dflash.placement.queues import Part
 from dflash.placement.replica import Replica, use_threads
 from dflash.target.frozen import FrozenTarget
 from tests.commands import scalars, train_here

@@ -52,6 +52,7 @@ def test_no_other_cut_is_better(
         assert group.cost == pytest.approx(padded_cost(of_group, cost, pad_multiple))
 
     ascending, most = sorted(lengths), min(max_groups, len(lengths))
+    is_busy = is_busy or replicas == 1
     sizes = range(1, most + 1) if is_busy else [min(most, replicas)]
     cuts = [(0, *inner, len(lengths)) for k in sizes for inner in combinations(range(1, len(lengths)), k - 1)]
     judge = sum if is_busy else max  # the targets' whole work, or when the last of them is done

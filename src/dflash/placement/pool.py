@@ -9,7 +9,8 @@ import torch
 from dflash.batch import Batch
 from dflash.checks import check_integer, check_positive
 from dflash.cost import CostModel
-from dflash.placement.pipeline import Part, Pipeline, PipelineFigures
+from dflash.placement.pipeline import Pipeline, PipelineFigures
+from dflash.placement.queues import Part
 from dflash.placement.replica import Replica
 from dflash.placement.split_by_length import length_groups
 from dflash.target.ends import TargetEnds, target_ends
@@ -143,10 +144,9 @@ class PoolPlacement:
         if self.routing == "least_loaded" or batch.cu_seqlens is not None:
             replica = min(range(len(loads)), key=lambda r: loads[r])
             return [Part(replica, None, self._cost_of_whole(batch))]
-        groups = length_groups(
+        return length_groups(
             batch.lengths.numpy(), self.cost, loads, max_groups=self.max_groups, pad_multiple=self.pad_multiple
         )
-        return [Part(group.replica, group.samples, group.cost) for group in groups]
 
     def _cost_of_whole(self, batch: Batch) -> float:
         """Packed rows attend within their samples."""

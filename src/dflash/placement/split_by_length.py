@@ -5,33 +5,24 @@ only, and the drafter gets the whole batch again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dflash.cost import CostModel
+from dflash.placement.queues import Part
 
 IntArray = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class LengthGroup:
-    """Samples that one replica reads together."""
-
-    replica: int
-    samples: IntArray  # places in the batch, ascending
-    cost: float  # predicted
-
-
 def length_groups(
     lengths: IntArray, cost: CostModel, loads: Sequence[float], *, max_groups: int, pad_multiple: int
-) -> list[LengthGroup]:
+) -> list[Part]:
     """Groups of samples, and which replica reads each.
 
-    Where every replica is idle, the drafter waits: the samples are cut into as many groups as there are replicas, so
-    that the slowest of them is done as early as can be. Otherwise the targets are busy, and what counts is their whole
+    Where every one of several replicas is idle, the drafter waits: the samples are cut into as many groups as there
+    are replicas, so that the slowest of them is done as early as can be. Otherwise what counts is the targets' whole
     work: it is made least over all cuts into up to `max_groups` groups, however many replicas there are (a group more
     pads less, but costs `cost.per_batch`). Groups go, dearest first, to the replica with least before it.
 
@@ -48,7 +39,7 @@ def length_groups(
     by_length = np.argsort(lengths, kind="stable")
     costs = _group_costs(-(-lengths[by_length] // pad_multiple) * pad_multiple, cost)
     max_groups = min(max_groups, len(lengths))
-    if any(loads):
+    if any(loads) or len(loads) == 1:
         cuts = _best_cuts(costs, max_groups, np.add)
         bounds = min(cuts, key=lambda bounds: sum(costs[i, j] for i, j in pairwise(bounds)))
     else:
@@ -58,7 +49,7 @@ def length_groups(
     for begin, end in sorted(pairwise(bounds), key=lambda group: -costs[group]):
         replica = min(range(len(before)), key=lambda r: before[r])
         before[replica] += costs[begin, end]
-        groups.append(LengthGroup(replica, np.sort(by_length[begin:end]), float(costs[begin, end])))
+        groups.append(Part(replica, np.sort(by_length[begin:end]), float(costs[begin, end])))
     return groups
 
 

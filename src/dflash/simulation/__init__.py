@@ -1,0 +1,1 @@
+"""What targets, queues and drafters would do, in simulated time."""
