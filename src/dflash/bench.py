@@ -3,10 +3,12 @@
     python -m dflash.bench
     python -m dflash.bench data=jsonl data.path=answers.jsonl target=hf target.name=Qwen/Qwen3-8B
     python -m dflash.bench samplers=[]
+    python -m dflash.bench samplers=[] kernels=null 'placements=[inline,"pool targets=[cpu]"]'
 
 Rounds are interleaved in one process, figures are medians of them, ratios are to the sorted sampler. Writes `bench.csv`
 and `bench.png`; and, unless `kernels=null`, `kernels.csv`: block attention and loss against what they replace, and the
-drafter's step, on inputs of one size.
+drafter's step, on inputs of one size. With `placements`, `placements.csv`: whole steps under each, and beside it what
+the simulation of `dflash.plan` says of them with a cost model that is fitted to this machine first.
 """
 
 import csv
@@ -16,13 +18,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dflash.checks import check_integer
 from dflash.command import command
 
 if TYPE_CHECKING:
     from dflash.benchmarks.kernels import KernelSizes
+    from dflash.benchmarks.placements import Placement
     from dflash.benchmarks.steps import TrainingSteps
     from dflash.samplers.base import LengthBatchSampler
 
@@ -55,8 +58,9 @@ def bench(config: DictConfig, out_folder: Path) -> None:
     config.batch.probe_first = True  # peak memory is that of the first batch
     samplers = named_samplers(config.samplers, config.cost) if config.samplers else {}
     sizes = instantiate(config.kernels) if config.kernels else None
-    if not samplers and not sizes:
-        raise ValueError("samplers=[] and kernels=null leave nothing to measure. Give one of them.")
+    placements = named_placements(config) if config.placements else {}
+    if not samplers and not sizes and not placements:
+        raise ValueError("samplers=[], kernels=null and placements=[] leave nothing to measure. Give one of them.")
     steps = training_steps(config)
     device = steps.target.device
     peak = matrix_peak(steps.compute_dtype, device, size=config.matrix_size)
@@ -69,6 +73,8 @@ def bench(config: DictConfig, out_folder: Path) -> None:
         bench_samplers(steps, samplers, config, peak, out_folder)
     if sizes:
         bench_kernels(steps, sizes, config, peak, out_folder)
+    if placements:
+        bench_placements(steps, placements, config, out_folder)
 
 
 def bench_samplers(
@@ -124,6 +130,57 @@ def bench_kernels(
             kinds, steps.target.device, rounds=config.rounds, matrix_peak=matrix_peak, on_turn=on_turn
         )
     _write_table(KernelRow, rows, out_folder / "kernels.csv")
+
+
+def named_placements(config: DictConfig) -> dict[str, "Placement"]:
+    """The placements of `config.placements`: an option of the group, and key=value of what differs from its defaults.
+
+    Raises:
+        ValueError: a name that is no placement; a value that can not be.
+    """
+    from dflash.config import CONF_DIR, instantiate
+
+    options = sorted(path.stem for path in Path(CONF_DIR, "placement").glob("*.yaml"))
+    named = {}
+    for name in map(str, config.placements):
+        option, *overrides = name.split()
+        if option not in options:
+            raise ValueError(f"placements: {name!r} is unknown. Allowed: {', '.join(options)}.")
+        node = OmegaConf.load(Path(CONF_DIR, "placement", f"{option}.yaml"))
+        node = OmegaConf.merge(node, OmegaConf.from_dotlist(overrides))
+        whole = OmegaConf.create({"cost": config.cost, "batch": config.batch, "placement": node})
+        named[name] = instantiate(whole.placement)
+    return named
+
+
+def bench_placements(
+    steps: "TrainingSteps", placements: "dict[str, Placement]", config: DictConfig, out_folder: Path
+) -> None:
+    """Whole steps under every placement, measured and simulated: `placements.csv`."""
+    from dflash.benchmarks.fit import NUM_LENGTHS, REPEATS, SHARES, fit_cost
+    from dflash.benchmarks.placements import PlacementRow, measure_placements
+    from dflash.data.schedule import plan_samples
+    from dflash.samplers.choice import named_samplers
+
+    (sampler,) = named_samplers(OmegaConf.create([config.placement_sampler]), config.cost).values()
+    plan = plan_samples(
+        sampler, steps.dataset, steps.limits, seed=config.seed, epoch=0, world_size=1, accumulate=1
+    )  # fmt: skip
+    with _progress(NUM_LENGTHS * len(SHARES) * REPEATS) as on_turn:
+        cost, explained = fit_cost(steps, lambda: on_turn("fitting the cost model"))
+    fitted = " ".join(f"cost.{key}={value:.4g}" for key, value in asdict(cost).items())
+    print(f"fitted, in seconds (explains {explained:.1%} of what the steps took): {fitted}", flush=True)
+    with _progress(len(placements) * (config.rounds + 1)) as on_turn:
+        rows = measure_placements(
+            steps,
+            placements,
+            plan,
+            cost,
+            rounds=config.rounds,
+            batches_per_round=config.batches_per_round,
+            on_turn=on_turn,
+        )
+    _write_table(PlacementRow, rows, out_folder / "placements.csv")
 
 
 @contextmanager
