@@ -1,0 +1,252 @@
+"""Faults at random moments of runs with a pool: each run must end soon, say why, leave nothing behind, and resume.
+
+    python -m tests.faults --count 200          # takes about 20 minutes; --seed, --kind
+
+A fault is an exception in a target, in collate or in the drafter, a target that hangs, Ctrl-C, SIGTERM, or a disk that
+is full when a checkpoint is written. Every faulty run is a process of its own, forked from this one, which has imported
+everything already. Afterwards it is resumed, and must come to the weights and losses of a run that nothing disturbed.
+"""
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.trainer.trainer
+import torch
+
+import dflash.callbacks.stop_and_save
+import dflash.data.datamodule
+import dflash.placement.replica
+import dflash.train
+import dflash.training.lightning_module
+from tests.commands import SMALL, scalars
+
+HANG_TIMEOUT_SECONDS = 3.0
+END_SECONDS = 10.0
+STEPS = 8
+COMMON = [
+    *SMALL, f"max_steps={STEPS}", "trainer.accumulate_grad_batches=2", "trainer.save_every_n_steps=2",
+    "trainer.validate_every_n_steps=4", "trainer.log_every_n_steps=1", "callbacks.decoding=null",
+    "validate_untrained=false", "batch.token_budget=1024", "placement=pool",
+    f"placement.hang_timeout_seconds={HANG_TIMEOUT_SECONDS}",
+]  # fmt: skip
+_MOST_BYTES = 100_000  # of a file: less than a checkpoint, more than all else that a run writes
+# Name -> overrides, and how near to the undisturbed run a resumed one must be: under split_by_length the groups follow
+# the load, that is the clock, so that sums are rounded otherwise.
+SETUPS: dict[str, tuple[list[str], float]] = {
+    "bucketed": (["sampler=bucketed", "placement.targets=[cpu,cpu]"], 0.0),
+    "packed": (["sampler=packed", "placement.targets=[cpu,cpu,cpu]"], 0.0),
+    "cut": (["sampler=random", "placement.targets=[cpu,cpu,cpu]", "placement.routing=split_by_length"], 1e-5),
+}
+# Kind -> exit code, and what has to be on the screen.
+KINDS = {
+    "target": (1, "injected into a target"),
+    "collate": (1, "injected into collate"),
+    "drafter": (1, "injected into the drafter"),
+    "hang": (1, "did not come within placement.hang_timeout_seconds"),
+    "ctrl-c": (130, "SIGINT: finishing the optimizer step, then saving"),
+    "sigterm": (143, "SIGTERM: finishing the optimizer step, then saving"),
+    "full disk": (1, "could not be written: File too large"),
+}
+
+
+class InjectedError(Exception):
+    """The fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens when: at call number `at_call` of what it hits, after `delay_seconds` more."""
+
+    kind: str
+    at_call: int
+    delay_seconds: float
+
+
+def random_fault(source: random.Random, kind: str) -> Fault:
+    """At any of the calls that a run makes."""
+    calls = STEPS // 2 if kind == "full disk" else 2 * STEPS
+    return Fault(kind, source.randint(1, calls), source.choice([0.0, 0.0, 0.002, 0.02]))
+
+
+def inject(fault: Fault, happened: Any) -> None:
+    """Make the fault happen in this process; `happened`, a shared number, takes the time at which it does."""
+    owner, name = {
+        "target": ("dflash.placement.replica.Replica", "read"),
+        "hang": ("dflash.placement.replica.Replica", "read"),
+        "collate": ("dflash.data.datamodule", "collate"),
+        "full disk": ("lightning.pytorch.trainer.trainer.Trainer", "save_checkpoint"),
+    }.get(fault.kind, ("dflash.training.lightning_module.DFlashModule", "training_step"))
+    place = _located(owner)
+    original: Callable[..., Any] = getattr(place, name)
+    calls, lock = 0, threading.Lock()
+
+    def faulty(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        with lock:
+            calls += 1
+            is_now = calls == fault.at_call
+        if is_now:
+            time.sleep(fault.delay_seconds)
+            happened.value = time.time()
+            _strike(fault.kind)
+        return original(*arguments, **options)
+
+    setattr(place, name, faulty)
+
+
+def _located(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules[module], name) if name[0].isupper() else sys.modules[path]
+
+
+def _strike(kind: str) -> None:
+    if kind in ("target", "collate", "drafter"):
+        raise InjectedError(KINDS[kind][1])
+    if kind == "hang":
+        threading.Event().wait()
+    elif kind == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, _MOST_BYTES))
+    else:
+        os.kill(os.getpid(), signal.SIGINT if kind == "ctrl-c" else signal.SIGTERM)
+
+
+def train_process(overrides: list[str], output: Path, fault: Fault | None = None) -> tuple[int, float, str]:
+    """`python -m dflash.train` with these overrides, as a forked process that leads a group of its own.
+
+    Returns:
+        Exit code; seconds from the fault to the end; what was printed.
+
+    Raises:
+        AssertionError: a process is left.
+    """
+    happened = multiprocessing.get_context("fork").Value("d", 0.0)
+
+    def body() -> None:
+        os.setpgid(0, 0)
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
+        sys.argv = ["dflash.train", *overrides]
+        if fault is not None:
+            inject(fault, happened)
+        dflash.train.main()
+
+    process = multiprocessing.get_context("fork").Process(target=body)
+    process.start()
+    process.join(120)
+    ended = time.time()
+    assert process.exitcode is not None, f"still running after 120 s: {output}"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, 0)
+        raise AssertionError(f"a process of this run is left: {output}")
+    return process.exitcode, ended - happened.value if happened.value else float("nan"), output.read_text()
+
+
+class Bench:
+    """Undisturbed runs, and what faulty ones are held against."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cache = folder / "cache"
+        self.undisturbed: dict[str, Path] = {}
+
+    def overrides(self, setup: str, run_folder: Path) -> list[str]:
+        """Of a run from the beginning."""
+        return [*COMMON, *SETUPS[setup][0], f"cache_dir={self.cache}", f"hydra.run.dir={run_folder}"]
+
+    def expected(self, setup: str) -> Path:
+        """The folder of the undisturbed run."""
+        if setup not in self.undisturbed:
+            run_folder = self.folder / f"undisturbed-{setup}"
+            code, _, shown = train_process(self.overrides(setup, run_folder), self.folder / "undisturbed.txt")
+            assert code == 0, shown
+            self.undisturbed[setup] = run_folder
+        return self.undisturbed[setup]
+
+    def check(self, setup: str, fault: Fault, name: str) -> str:
+        """One faulty run, and its resume.
+
+        Returns:
+            What it was resumed from.
+
+        Raises:
+            AssertionError: it did not end as it must.
+        """
+        expected, run_folder = self.expected(setup), self.folder / name
+        output = self.folder / f"{name}.txt"
+        code, seconds, shown = train_process(self.overrides(setup, run_folder), output, fault)
+        expected_code, words = KINDS[fault.kind]
+        assert code == expected_code, f"exit code {code}, expected {expected_code}\n{shown[-3000:]}"
+        assert words in shown, f"{words!r} is not on the screen\n{shown[-3000:]}"
+        limit = END_SECONDS + (HANG_TIMEOUT_SECONDS if fault.kind == "hang" else 0.0)
+        assert seconds < limit, f"ended {seconds:.1f} s after the fault"
+
+        checkpoint = run_folder / "checkpoints" / "last.ckpt"
+        if not checkpoint.exists():
+            assert code == 1, "a run that a signal ends saves"
+            resumed_from, overrides = "the beginning", self.overrides(setup, run_folder)
+            shutil.rmtree(run_folder)
+        else:
+            step = torch.load(checkpoint, weights_only=False)["global_step"]
+            resumed_from, overrides = f"step {step}", [f"resume_from={run_folder}"]
+        code, _, shown = train_process(overrides, output)
+        assert code == 0, shown[-3000:]
+        same_run(expected, run_folder, SETUPS[setup][1])
+        shutil.rmtree(run_folder)
+        return f"ended after {seconds:.1f} s, resumed from {resumed_from}"
+
+
+def same_run(expected: Path, got: Path, tolerance: float) -> None:
+    """Losses of all steps and the final weights are the same, to the bit where `tolerance` is 0."""
+    theirs, ours = scalars(expected)["train/loss"], scalars(got)["train/loss"]
+    assert [step for step, _ in ours] == [step for step, _ in theirs] == list(range(1, STEPS + 1))
+    for (step, a), (_, b) in zip(theirs, ours, strict=True):
+        assert abs(a - b) <= tolerance * abs(a), f"loss of step {step}: {b}, undisturbed {a}"
+    weights = [torch.load(f / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"] for f in (expected, got)]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=tolerance, atol=tolerance * 10, msg=name)
+
+
+def main() -> int:
+    """Inject `--count` faults and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=[*KINDS])
+    options = parser.parse_args()
+    source, failures, endings = random.Random(options.seed), 0, Counter[str]()
+    kinds = [options.kind] if options.kind else [*KINDS]
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        for number in range(options.count):
+            fault, setup = random_fault(source, kinds[number % len(kinds)]), source.choice([*SETUPS])
+            try:
+                result = bench.check(setup, fault, f"run-{number}")
+            except AssertionError as error:
+                failures, result = failures + 1, f"FAILED: {error}"
+            endings[f"{fault.kind}: {'failed' if result.startswith('FAILED') else 'as it must'}"] += 1
+            print(f"{number + 1}/{options.count}  {setup:8}  {fault}: {result}", flush=True)
+    print("\n".join(f"{count:4}  {ending}" for ending, count in sorted(endings.items())))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
