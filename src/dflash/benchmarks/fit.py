@@ -28,22 +28,27 @@ def fit_cost(steps: TrainingSteps, on_step: Callable[[], object] = lambda: None)
     lengths = limits.planned_lengths(steps.dataset.lengths)
     by_length = np.argsort(lengths, kind="stable")
     by_length = by_length[lengths[by_length] <= limits.max_length]
-    factors: list[list[float]] = []
-    seconds: list[tuple[float, float]] = []
-    for quantile in np.linspace(0.05, 0.98, NUM_LENGTHS):
-        for share in SHARES:
-            batch = _similar_samples(lengths, by_length, quantile, share, limits)
-            padded = float(limits.padded_lengths(lengths[batch]).max())
-            anchors = float(limits.planned_anchors(steps.dataset.num_anchorable[batch]).sum())
-            factors.append([padded * len(batch), padded**2 * len(batch), anchors])
-            taken = []
-            for _ in range(REPEATS):
-                work = {part: Work() for part in ("target", "drafter", "step")}
-                steps.measure(batch, work)
-                taken.append((work["target"].seconds, work["drafter"].seconds))
-                on_step()
-            seconds.append((median(t for t, _ in taken), median(d for _, d in taken)))
-    tokens, squares, anchors_of = np.array(factors).T
+    batches = [
+        _similar_samples(lengths, by_length, quantile, share, limits)
+        for quantile in np.linspace(0.05, 0.98, NUM_LENGTHS)
+        for share in SHARES
+    ]
+    taken: list[list[tuple[float, float]]] = [[] for _ in batches]
+    # One after the other, as in training: a batch of the shape of the one before finds its memory laid out for it.
+    for _ in range(REPEATS):
+        for number, batch in enumerate(batches):
+            work = {part: Work() for part in ("target", "drafter", "step")}
+            steps.measure(batch, work)
+            collating = work["step"].seconds - work["target"].seconds - work["drafter"].seconds
+            taken[number].append((work["target"].seconds, work["drafter"].seconds + max(collating, 0.0)))
+            on_step()
+    seconds = [(median(t for t, _ in runs), median(d for _, d in runs)) for runs in taken]
+    padded = np.array([float(limits.padded_lengths(lengths[batch]).max()) for batch in batches])
+    sizes = np.array([len(batch) for batch in batches])
+    tokens, squares = padded * sizes, padded**2 * sizes
+    anchors_of = np.array(
+        [float(limits.planned_anchors(steps.dataset.num_anchorable[batch]).sum()) for batch in batches]
+    )
     target, drafter = np.array(seconds).T
     ones = np.ones_like(tokens)
     per_token, per_square, fixed = non_negative_least_squares(np.stack([tokens, squares, ones], axis=1), target)
