@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch.trainer.trainer
 import torch
 
 import dflash.callbacks.stop_and_save

@@ -195,7 +195,7 @@ def _simulated_scenario(
         pad_multiple=limits.pad_multiple,
         queued_batches=options.queued_batches,
         max_groups=options.max_groups,
-        shares_one_device=options.shares_one_device,
+        device_share=options.device_share,
     )
     return Scenario(
         samplers,

@@ -1,7 +1,10 @@
 """The simulation against times that can be told by hand."""
 
+from collections.abc import Generator
+
 import numpy as np
 import pytest
+import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +14,7 @@ from dflash.samplers.full_shuffle import FullShuffleSampler
 from dflash.samplers.length_sorted import LengthSortedSampler
 from dflash.samplers.limits import BatchLimits
 from dflash.simulation.pipeline import Machine, SimulatedBatch, simulate
+from dflash.simulation.shared_device import SharedDevice
 from dflash.simulation.topologies import Measured, Scenario, Topology, calibrate, compare
 
 TOKENS = 100  # of every batch by hand: with targets that take 0.02 s a token, 2 s
@@ -59,9 +63,26 @@ def test_ranks_wait_for_each_other_after_every_step() -> None:
     assert simulate(ranks, machine(0, 0, target=1e-9, accumulate=2)).duration == pytest.approx(2 * 6)
 
 
-def test_what_shares_a_device_takes_turns() -> None:
-    outcome = simulate([batches(10)], machine(2, shares_one_device=True))
-    assert outcome.duration == pytest.approx(10 * (2 + 1))
+def test_what_shares_a_device_slows_each_other_down() -> None:
+    assert simulate([batches(10)], machine(2, device_share=1.0)).duration == pytest.approx(10 * (2 + 1))
+    # Half of it is enough for one target and one drafter at once: as if they had one each.
+    assert simulate([batches(10)], machine(1, device_share=0.5)).duration == pytest.approx(10 * 2 + 1)
+
+
+def test_a_shared_device_by_hand() -> None:
+    env = simpy.Environment()
+    device, ended = SharedDevice(env, 0.8), {}
+
+    def worker(name: str, begin: float, duration: float) -> Generator[simpy.Event, None, None]:
+        yield env.timeout(begin)
+        yield device.work(duration)
+        ended[name] = env.now
+
+    env.process(worker("a", 0.0, 4.0))
+    env.process(worker("b", 1.0, 2.5))
+    env.run()
+    # From 1 on each runs at 1 / 1.6 = 0.625: b's 2.5 take 4 until 5; a has done 1 + 2.5 then, and is alone for its 0.5.
+    assert ended == {"b": pytest.approx(5.0), "a": pytest.approx(5.5)}
 
 
 def test_a_batch_cut_by_length_is_read_by_all_at_once() -> None:

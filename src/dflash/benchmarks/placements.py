@@ -3,12 +3,14 @@
 All placements get the same batches. Rounds are interleaved, see `dflash.benchmarks.steps`.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 from dflash.batch import Batch
 from dflash.benchmarks.steps import TrainingSteps, spread_batches
@@ -77,15 +79,21 @@ def measure_placements(
     chosen = spread_batches(steps.limits, steps.dataset, plan, rounds, batches_per_round)
     names = list(placements)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
         _train(steps, placements[name], plan, chosen[0][:1])
         on_turn(name)
     for turn, numbers in enumerate(chosen):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            cpu_begin = time.process_time()
             seconds[name].append(_train(steps, placements[name], plan, numbers))
+            cpu_seconds[name].append(time.process_time() - cpu_begin)
             on_turn(name)
 
-    simulated = {name: _simulated_rates(steps, p, plan, chosen, cost) for name, p in placements.items()}
+    # What one thing at a time uses of the cores: the rest is there for another one. A core that waits busily counts.
+    alone = REFERENCE if REFERENCE in placements else names[0]
+    device_share = min(sum(cpu_seconds[alone]) / sum(seconds[alone]) / torch.get_num_threads(), 1.0)
+    simulated = {name: _simulated_rates(steps, p, plan, chosen, cost, device_share) for name, p in placements.items()}
     real = [sum(int(steps.dataset.lengths[plan.batch(n, 0, 0)].sum()) for n in numbers) for numbers in chosen]
     rows = []
     for name in names:
@@ -125,7 +133,12 @@ def _train(steps: TrainingSteps, placement: Placement, plan: Plan, numbers: Sequ
 
 
 def _simulated_rates(
-    steps: TrainingSteps, placement: Placement, plan: Plan, chosen: list[list[int]], cost: CostModel
+    steps: TrainingSteps,
+    placement: Placement,
+    plan: Plan,
+    chosen: list[list[int]],
+    cost: CostModel,
+    device_share: float,
 ) -> list[float]:
     """Real tokens a second of every round."""
     limits, dataset = steps.limits, steps.dataset
@@ -133,13 +146,13 @@ def _simulated_rates(
     anchors = limits.planned_anchors(dataset.num_anchorable)
     options: dict[str, Any] = {"targets_of_ranks": (0,)}
     if isinstance(placement, PoolPlacement):
+        on_cpu = all(device.type == "cpu" for device in (*placement.devices, placement.drafter))
         options = {
             "targets_of_ranks": (len(placement.replicas),),
             "routing": placement.routing,
             "queued_batches": placement.queued_batches,
             "max_groups": placement.max_groups,
-            # All the cores serve whichever has something to do.
-            "shares_one_device": all(device.type == "cpu" for device in (*placement.devices, placement.drafter)),
+            "device_share": device_share if on_cpu else None,
         }
     machine = Machine(cost=cost, token_budget=limits.token_budget, pad_multiple=limits.pad_multiple, **options)
     rates = []

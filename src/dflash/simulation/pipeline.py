@@ -14,6 +14,7 @@ import simpy
 from dflash.cost import CostModel
 from dflash.placement.queues import Part, Queues
 from dflash.placement.split_by_length import IntArray, length_groups
+from dflash.simulation.shared_device import SharedDevice
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Machine:
         routing: `least_loaded` or `split_by_length`.
         max_groups: of a batch under `split_by_length`.
         accumulate: batches of a rank to one optimizer step, after which ranks wait for each other.
-        shares_one_device: all replicas and drafters take turns on it, as on one CPU.
+        device_share: None: replicas and drafters have a device each; a number: they share one, such as a CPU, of which
+            each can use this share at once, see `SharedDevice`.
     """
 
     targets_of_ranks: tuple[int, ...]
@@ -56,7 +58,7 @@ class Machine:
     routing: str = "least_loaded"
     max_groups: int = 8
     accumulate: int = 1
-    shares_one_device: bool = False
+    device_share: float | None = None
 
 
 @dataclass
@@ -66,7 +68,8 @@ class Outcome:
     Attributes:
         real_tokens: of all batches.
         duration: in the cost model's unit.
-        target_busy: of every replica, rank by rank; empty for `placement=inline`.
+        target_busy: of every replica, rank by rank, in the time that its work takes alone; empty where drafters' devices
+            run the target.
         drafter_busy: of every rank's drafter.
         trace: (time, q_pre, q_hs) whenever rank 0's drafter took a batch; how full the queues were, of 1.
         target_padded_tokens: that the targets computed.
@@ -104,7 +107,7 @@ def simulate(ranks: Sequence[Sequence[SimulatedBatch]], machine: Machine) -> Out
     """
     env = simpy.Environment()
     outcome = Outcome(sum(int(batch.lengths.sum()) for batches in ranks for batch in batches))
-    device = simpy.Resource(env) if machine.shares_one_device else None
+    device = None if machine.device_share is None else SharedDevice(env, machine.device_share)
     barrier = _Barrier(env, len(ranks))
     for number, (batches, num_targets) in enumerate(zip(ranks, machine.targets_of_ranks, strict=True)):
         _Rank(env, number, batches, num_targets, machine, outcome, device, barrier)
@@ -141,7 +144,7 @@ class _Rank:
         num_targets: int,
         machine: Machine,
         outcome: Outcome,
-        device: simpy.Resource | None,
+        device: SharedDevice | None,
         barrier: _Barrier,
     ) -> None:
         self.env, self.number, self.batches = env, number, batches
@@ -165,12 +168,7 @@ class _Rank:
         event.succeed()
 
     def _work(self, duration: float, busy: list[float], place: int) -> Generator[simpy.Event, Any, None]:
-        if self.device is None:
-            yield self.env.timeout(duration)
-        else:
-            with self.device.request() as turn:
-                yield turn
-                yield self.env.timeout(duration)
+        yield self.env.timeout(duration) if self.device is None else self.device.work(duration)
         busy[place] += duration
 
     def _loader(self) -> Generator[simpy.Event, Any, None]:

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from dflash.checks import check_integer, check_positive
+from dflash.checks import check_fraction, check_integer, check_positive
 from dflash.cost import CostModel
 from dflash.report.plots_topology import plot_topologies
 from dflash.report.tables import text_table
@@ -35,6 +35,9 @@ def topologies_of(config: DictConfig) -> list[str]:
     options = config.simulation
     for key in ("max_batches", "queued_batches", "max_groups"):
         check_integer(f"simulation.{key}", options[key], 1)
+    if options.device_share is not None:
+        check_fraction("simulation.device_share", options.device_share)
+        check_positive("simulation.device_share", options.device_share)
     if not OmegaConf.is_list(options.routings) or not set(options.routings) <= set(ROUTINGS) or not options.routings:
         raise ValueError(f"simulation.routings={options.routings}: expected a list of {' and '.join(ROUTINGS)}.")
     return [str(text) for text in named]
