@@ -68,8 +68,8 @@ class Outcome:
     Attributes:
         real_tokens: of all batches.
         duration: in the cost model's unit.
-        target_busy: of every replica, rank by rank, in the time that its work takes alone; empty where drafters' devices
-            run the target.
+        target_busy: of every replica, rank by rank, in the time that its work takes alone; empty where there
+            are none and drafters' devices run the target.
         drafter_busy: of every rank's drafter.
         trace: (time, q_pre, q_hs) whenever rank 0's drafter took a batch; how full the queues were, of 1.
         target_padded_tokens: that the targets computed.
