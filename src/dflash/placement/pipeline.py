@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash.batch import Batch
 from dflash.placement.queues import Job, Part, Queues
-from dflash.placement.replica import Replica, use_threads
+from dflash.placement.replica import Replica, use_common_threads, use_own_threads
 from dflash.placement.split_by_length import IntArray
 
 _JOIN_SECONDS = 5.0
@@ -82,11 +82,12 @@ class Pipeline:
         self.parts: dict[int, list[tuple[IntArray, Tensor]]] = defaultdict(list)  # of those that are still in parts
         self.error: BaseException | None = None
         self.is_stopping = False
-        # A new thread does not know what this one was told.
-        self.num_threads = threads_per_replica or torch.get_num_threads()
+        self.threads_per_replica = threads_per_replica
+        self.num_threads = torch.get_num_threads()  # which a new thread would not know of
 
     def __iter__(self) -> Iterator[Batch]:
-        use_threads(torch.get_num_threads())  # it must not follow the replicas' number
+        if self.threads_per_replica is not None:
+            use_own_threads(self.num_threads)  # this thread must not follow the replicas' number
         threads = [threading.Thread(target=self._guarded, args=(self._distribute,), name="dflash-loader", daemon=True)]
         for number in range(len(self.replicas)):
             threads.append(
@@ -108,6 +109,8 @@ class Pipeline:
             deadline = time.monotonic() + _JOIN_SECONDS
             for thread in threads:
                 thread.join(max(deadline - time.monotonic(), 0.0))
+            if self.threads_per_replica is not None:
+                use_common_threads(self.num_threads)
 
     def _guarded(self, body: Callable[..., None], *arguments: int) -> None:
         try:
@@ -137,7 +140,10 @@ class Pipeline:
     def _work(self, replica: int) -> None:
         """Read what the replica is given, as q_hs has room."""
         if self.replicas[replica].target.device.type == "cpu":
-            use_threads(self.num_threads)
+            if self.threads_per_replica is None:
+                torch.set_num_threads(self.num_threads)
+            else:
+                use_own_threads(self.threads_per_replica)
         queues, figures = self.queues, self.figures
         while True:
             with self.changed:

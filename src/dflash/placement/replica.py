@@ -108,7 +108,7 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def use_threads(num_threads: int) -> None:
+def use_own_threads(num_threads: int) -> None:
     """Let the calling thread's CPU work run on so many threads, whatever others use.
 
     `torch.set_num_threads` sets OpenMP's number, which each thread has for itself, and MKL's, which is the process's:
@@ -118,6 +118,13 @@ def use_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     if set_local := _mkl_set_num_threads_local():
         set_local(num_threads)
+
+
+def use_common_threads(num_threads: int) -> None:
+    """Let the calling thread follow `torch.set_num_threads` again, from this number on."""
+    torch.set_num_threads(num_threads)
+    if set_local := _mkl_set_num_threads_local():
+        set_local(0)
 
 
 @cache
