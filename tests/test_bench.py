@@ -157,11 +157,12 @@ def test_the_cost_model_is_found_again_from_steps_that_follow_it(tmp_path: Path)
         def measure(self, batch: np.ndarray, work: dict[str, Work]) -> None:
             padded = -(-int(dataset.lengths[batch].max()) // 4) * 4
             work["target"].seconds += 1e-4 * padded * len(batch) + 1e-7 * padded**2 * len(batch) + 0.01
-            work["drafter"].seconds += 2e-3 * float(np.minimum(dataset.num_anchorable[batch], 4).sum())
+            work["drafter"].seconds += 0.03 + 2e-3 * float(np.minimum(dataset.num_anchorable[batch], 4).sum())
 
     cost, explained = fit_cost(Steps())  # type: ignore[arg-type]
     assert cost.target_per_token == pytest.approx(1e-4, rel=1e-6)
     assert cost.target_per_token_squared == pytest.approx(1e-7, rel=1e-6)
     assert cost.drafter_per_anchor == pytest.approx(2e-3, rel=1e-6)
     assert cost.per_batch == pytest.approx(0.01, rel=1e-6)
+    assert cost.drafter_per_batch == pytest.approx(0.03, rel=1e-6)
     assert explained == pytest.approx(1.0)

@@ -134,6 +134,8 @@ def check_run_options(config: DictConfig) -> None:
     }
     optional = {"epochs": 1, "max_steps": 1, "stop_after_steps": 1, "trainer.num_threads": 1}
     mistakes = []
+    if "topology" in config:
+        mistakes.append("experiment=eight_gpus is one of python -m dflash.plan, which simulates. Leave it out.")
     for key, least in {**minimum, **optional}.items():
         value = OmegaConf.select(config, key)
         if value is None and key in optional:

@@ -14,7 +14,7 @@ Number = TypeVar("Number", float, NDArray[np.float64])
 @dataclass(frozen=True)
 class CostModel:
     """Cost of a batch: target_per_token * tokens + target_per_token_squared * sum of squared lengths, for the target;
-    drafter_per_anchor * anchors, for the drafter; per_batch, whatever is in it.
+    drafter_per_anchor * anchors, for the drafter; per_batch and drafter_per_batch, whatever is in it.
 
     The unit is seconds where the model was fitted (`python -m dflash.plan profile=true`); elsewhere any unit will do,
     since samplers compare costs only.
@@ -23,7 +23,8 @@ class CostModel:
         target_per_token: the target's matrices.
         target_per_token_squared: the target's attention.
         drafter_per_anchor: a block of the drafter, forward, loss and backward.
-        per_batch: what every batch costs however little is in it.
+        per_batch: what every pass of the target costs however little is in it.
+        drafter_per_batch: likewise of the drafter, its optimizer's step included.
 
     Raises:
         ValueError: a number that is negative, or none.
@@ -33,10 +34,11 @@ class CostModel:
     target_per_token_squared: float = 2e-5
     drafter_per_anchor: float = 0.0
     per_batch: float = 0.0
+    drafter_per_batch: float = 0.0
 
     def __post_init__(self) -> None:
         check_positive("cost.target_per_token", self.target_per_token)
-        for key in ("target_per_token_squared", "drafter_per_anchor", "per_batch"):
+        for key in ("target_per_token_squared", "drafter_per_anchor", "per_batch", "drafter_per_batch"):
             check_not_negative(f"cost.{key}", getattr(self, key))
 
     def target(self, tokens: Number, squared_lengths: Number) -> Number:
@@ -54,4 +56,8 @@ class CostModel:
 
     def batch(self, tokens: Number, squared_lengths: Number, anchors: Number) -> Number:
         """Of a whole batch."""
-        return self.target(tokens, squared_lengths) + self.drafter_per_anchor * anchors + self.per_batch
+        return self.target(tokens, squared_lengths) + self.per_batch + self.drafter(anchors)
+
+    def drafter(self, anchors: Number) -> Number:
+        """Of one step of the drafter."""
+        return self.drafter_per_anchor * anchors + self.drafter_per_batch

@@ -164,9 +164,10 @@ def _check_options(config: DictConfig) -> None:
     if config.lengths not in (None, "lognormal"):
         raise ValueError(f"lengths={config.lengths!r} is unknown: lognormal, or null for those of data.")
     if config.topology:
-        from dflash.simulation.study import topologies_of
+        from dflash.simulation.study import measured_of, topologies_of
 
         topologies_of(config)
+        measured_of(config)
     elif config.calibration:
         raise ValueError("calibration fits what is simulated: add a topology, for example topology=6+1.")
     if config.profile and not config.get("data"):

@@ -94,7 +94,7 @@ class FakeReplica:
         self.seconds = iter(seconds)
         self.target = SimpleNamespace(device=CPU)
 
-    def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
+    def read(self, batch: Batch, samples: Any = None, width: Any = None) -> tuple[torch.Tensor, float]:
         time.sleep(next(self.seconds, 0.0))
         return batch.input_ids, 0.0
 
@@ -146,18 +146,18 @@ def test_a_second_replica_is_not_kept_waiting_by_a_batch_that_waits_for_the_firs
     class First(FakeReplica):
         """Stays at its first batch, number 0, until the other one has read 1 and 3: 2 waits behind it meanwhile."""
 
-        def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
+        def read(self, batch: Batch, samples: Any = None, width: Any = None) -> tuple[torch.Tensor, float]:
             assert second_has_read_two.wait(20)
-            return super().read(batch, samples)
+            return super().read(batch, samples, width)
 
     class Second(FakeReplica):
         num_read = 0
 
-        def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
+        def read(self, batch: Batch, samples: Any = None, width: Any = None) -> tuple[torch.Tensor, float]:
             self.num_read += 1
             if self.num_read == 2:
                 second_has_read_two.set()
-            return super().read(batch, samples)
+            return super().read(batch, samples, width)
 
     assert (
         len(
@@ -180,10 +180,10 @@ class BrokenError(Exception):
 
 def test_what_a_replica_raises_reaches_the_drafter_with_its_own_traceback() -> None:
     class Broken(FakeReplica):
-        def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
+        def read(self, batch: Batch, samples: Any = None, width: Any = None) -> tuple[torch.Tensor, float]:
             if batch.input_ids is made[5].input_ids:
                 raise BrokenError("in a target")
-            return super().read(batch, samples)
+            return super().read(batch, samples, width)
 
     made = batches(12)
     with pytest.raises(BrokenError, match="in a target") as caught:
@@ -217,12 +217,14 @@ def test_a_replica_that_hangs_ends_the_run() -> None:
     released = threading.Event()
 
     class Hanging(FakeReplica):
-        def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
+        def read(self, batch: Batch, samples: Any = None, width: Any = None) -> tuple[torch.Tensor, float]:
             released.wait(20)
-            return super().read(batch, samples)
+            return super().read(batch, samples, width)
 
     try:
-        with pytest.raises(RuntimeError, match=r"Batch 0 .* placement\.hang_timeout_seconds=0\.2"):
+        with pytest.raises(
+            RuntimeError, match=r"Batch 0 .* placement\.hang_timeout_seconds=0\.2: replica 0 on cpu hangs"
+        ):
             next(iter(pipeline(batches(3), [Hanging()], hang_timeout_seconds=0.2)))
     finally:
         released.set()
@@ -258,6 +260,8 @@ def test_gpus_are_dealt_to_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatc
     assert dealt(["cuda:7", "cuda:5", "cuda:6"], 2) == [[7, 6], [5]]
     with pytest.raises(ValueError, match=r"placement\.targets: cuda:1 is a drafter's own device"):
         dealt(["cuda:1", "cuda:5"], 2)
+    with pytest.raises(ValueError, match=r"trainer\.devices=1, but this is process 4 of this machine"):
+        PoolPlacement(["cpu"], cost=CostModel(), token_budget=160).lay_out(CPU, 3, 1)
     with pytest.raises(ValueError, match=r"placement\.targets has 3 devices for trainer\.devices=5 ranks"):
         dealt("auto", 5)
 
@@ -266,9 +270,9 @@ def test_replicas_have_threads_of_their_own_and_leave_the_drafters_alone(target:
     seen = []
 
     class Watching(Replica):
-        def read(self, batch: Batch, samples: Any) -> tuple[torch.Tensor, float]:
+        def read(self, batch: Batch, samples: Any = None, width: Any = None) -> tuple[torch.Tensor, float]:
             seen.append((torch.get_num_threads(), mkl_threads()))
-            return super().read(batch, samples)
+            return super().read(batch, samples, width)
 
     before = torch.get_num_threads()
     try:

@@ -110,11 +110,11 @@ def test_nothing_is_lost_and_no_device_does_two_things_at_once(
         SimulatedBatch(random.integers(1, 60, random.integers(1, 6)), int(random.integers(0, 20)), packed)
         for _ in range(25)
     ]
-    costs = CostModel(0.01, 1e-4, drafter_per_anchor=0.05, per_batch=0.1)
+    costs = CostModel(0.01, 1e-4, drafter_per_anchor=0.05, per_batch=0.1, drafter_per_batch=0.2)
     outcome = simulate([made], Machine((targets,), costs, 200, 8, queued, routing))
     assert len(outcome.trace) == len(made)
     assert outcome.real_tokens == sum(int(batch.lengths.sum()) for batch in made)
-    assert outcome.drafter_busy == [pytest.approx(0.05 * sum(batch.anchors for batch in made))]
+    assert outcome.drafter_busy == [pytest.approx(sum(0.2 + 0.05 * batch.anchors for batch in made))]
     assert all(busy <= outcome.duration + 1e-9 for busy in (*outcome.target_busy, *outcome.drafter_busy))
     assert outcome.duration <= sum(outcome.target_busy) + sum(outcome.drafter_busy) + 1e-9  # somebody always works
     assert outcome.target_padded_tokens >= outcome.real_tokens

@@ -57,7 +57,8 @@ def fit_cost(steps: TrainingSteps, on_step: Callable[[], object] = lambda: None)
         target_per_token=max(per_token, 1e-12),
         target_per_token_squared=per_square,
         drafter_per_anchor=per_anchor,
-        per_batch=fixed + fixed_drafter,
+        per_batch=fixed,
+        drafter_per_batch=fixed_drafter,
     )
     whole = target + drafter
     error = whole - model.batch(tokens, squares, anchors_of)

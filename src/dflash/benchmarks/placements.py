@@ -18,7 +18,7 @@ from dflash.cost import CostModel
 from dflash.data.collate import collate
 from dflash.measuring import synchronised_seconds
 from dflash.placement.inline import InlinePlacement
-from dflash.placement.pool import PoolPlacement
+from dflash.placement.pool import PoolPlacement, copy_of
 from dflash.samplers.base import Plan
 from dflash.simulation.pipeline import Machine, SimulatedBatch, simulate
 
@@ -73,8 +73,8 @@ def measure_placements(
         on_turn: called with a placement's name after each of its turns, a first one that is not counted included.
     """
     for placement in placements.values():
-        placement.lay_out(steps.target.device)
-        placement.open(steps.target)
+        device = placement.lay_out(steps.target.device)
+        placement.open(steps.target if device == steps.target.device else copy_of(steps.target, device))
         placement.check_plan(plan.packed)
     chosen = spread_batches(steps.limits, steps.dataset, plan, rounds, batches_per_round)
     names = list(placements)

@@ -10,12 +10,13 @@ from dflash import metric_names
 from dflash.batch import Batch
 from dflash.callbacks.interval import completes_interval, completes_step, log_metrics, sum_over_ranks
 from dflash.placement.pipeline import PipelineFigures
+from dflash.training.lightning_module import DFlashModule
 
 NOTICEABLE_WAIT = 0.1  # of the time: a side that waits less is not held up by the other
 
 
 class PipelineMetrics(Callback):
-    """`pipeline/*` over every logging interval, validation left out; means over ranks.
+    """`pipeline/*` over every logging interval without decoding, validation left out; means over ranks.
 
     Args:
         figures: what the placement counts.
@@ -28,6 +29,7 @@ class PipelineMetrics(Callback):
         self.num_replicas = num_replicas
         self.capacity_tokens = capacity_tokens
         self.verdict = ""
+        self._decoding_seconds = 0.0
         self._start_interval()
 
     def _start_interval(self) -> None:
@@ -46,6 +48,11 @@ class PipelineMetrics(Callback):
     ) -> None:
         """Log the interval; say which side holds up the other, where that has changed."""
         if not (completes_step(trainer, batch_idx) and completes_interval(trainer)):
+            return
+        assert isinstance(pl_module, DFlashModule)
+        if pl_module.decoding_seconds != self._decoding_seconds:  # as after a validation
+            self._decoding_seconds = pl_module.decoding_seconds
+            self._start_interval()
             return
         now, before, seconds = self.figures.up_to_now(), self._before, time.perf_counter() - self._begin
         delivered = max(now.delivered - before.delivered, 1)

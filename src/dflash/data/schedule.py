@@ -4,6 +4,7 @@ The order of a whole run is a function of its plans, so the position is computed
 for batch 1,234 and gets what batch 1,234 always was.
 """
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -72,13 +73,14 @@ class TrainingSchedule:
         self.seed = seed
         self.world_size = world_size
         self.accumulate = accumulate
-        self._last_plan: tuple[int, Plan] | None = None
+        self._plans: dict[int, Plan] = {}  # the last two that were asked for: a loader runs ahead of the training
+        self._lock = threading.Lock()  # with placement=pool it does so in a thread of its own
         self._first_step_of_epoch = [0]  # and so on; grows as plans are made
 
     def plan(self, epoch: int) -> Plan:
-        """The batches of one epoch. The last one asked for is kept."""
-        if self._last_plan is None or self._last_plan[0] != epoch:
-            plan = plan_samples(
+        """The batches of one epoch. The last two that were asked for are kept."""
+        with self._lock:
+            plan = self._plans.pop(epoch, None) or plan_samples(
                 self.sampler,
                 self.dataset,
                 self.limits,
@@ -87,10 +89,10 @@ class TrainingSchedule:
                 world_size=self.world_size,
                 accumulate=self.accumulate,
             )
-            self._last_plan = (epoch, plan)
+            self._plans = {**dict(list(self._plans.items())[-1:]), epoch: plan}
             if len(self._first_step_of_epoch) == epoch + 1:
                 self._first_step_of_epoch.append(self._first_step_of_epoch[-1] + plan.num_steps)
-        return self._last_plan[1]
+        return plan
 
     def num_steps(self, epochs: int) -> int:
         """Optimizer steps of the first `epochs` epochs, exactly."""

@@ -158,7 +158,7 @@ class Pipeline:
                 job, part = queues.start(replica)
                 figures.most_states_tokens = max(figures.most_states_tokens, queues.states_tokens)
                 self.changed.notify_all()
-            states, transfer_seconds = self.replicas[replica].read(job.batch, part.samples)
+            states, transfer_seconds = self.replicas[replica].read(job.batch, part.samples, part.width_tokens)
             with self.changed:
                 figures.transfer_seconds += transfer_seconds
                 is_whole = queues.finish(job, part)
@@ -166,6 +166,7 @@ class Pipeline:
                     self.parts[job.number].append((part.samples, states))
             if is_whole:
                 self._complete(job, replica, states)
+            del job, part, states  # or they would stay on the drafter's device until the next ones are there
 
     def _complete(self, job: Job[Batch], replica: int, states: Tensor) -> None:
         """Hand over a batch of which the replica has read the last part, or all: then `states` is the whole."""
@@ -205,8 +206,12 @@ class Pipeline:
 
     def _hang_text(self, number: int) -> str:
         waits = [f"it waits for replica {replica}" for replica in self.queues.waits_for(number)]
-        where = ", ".join(waits) or "the loader has not brought it"
+        reads = [
+            f"replica {replica} on {self.replicas[replica].target.device} hangs in it"
+            for replica in self.queues.is_read_by(number)
+        ]
+        where = ", ".join([*waits, *reads]) or "the loader has not brought it"
         return (
             f"Batch {number} of this pass did not come within placement.hang_timeout_seconds="
-            f"{self.hang_timeout_seconds:g}: {where}, or a replica hangs in it."
+            f"{self.hang_timeout_seconds:g}: {where}."
         )

@@ -95,8 +95,14 @@ class PoolPlacement:
             The device to load the target on.
 
         Raises:
-            ValueError: a replica on a drafter's GPU; a device that there is not; fewer replicas than ranks.
+            ValueError: more processes than ranks; a replica on a drafter's GPU; a device that there is not; fewer
+                replicas than ranks.
         """
+        if local_rank >= local_ranks:
+            raise ValueError(
+                f"trainer.devices={local_ranks}, but this is process {local_rank + 1} of this machine. Set "
+                "trainer.devices to the number of processes that are started on each."
+            )
         drafters = [torch.device("cuda", rank) for rank in range(local_ranks)] if drafter.type == "cuda" else [drafter]
         devices = replica_devices(self.targets, drafters)
         if len(devices) < local_ranks:
@@ -122,8 +128,9 @@ class PoolPlacement:
 
     def open(self, target: FrozenTarget) -> None:
         """Take the target in, on the device that `lay_out` named, and copy it to the others."""
+        assert target.device == self.devices[0], f"the target is on {target.device}, not on {self.devices[0]}"
         self.ends = target_ends(target.model).to(self.drafter)
-        copies = [_copy_of(target, device) for device in self.devices[1:]]
+        copies = [copy_of(target, device) for device in self.devices[1:]]
         self.replicas = [Replica(replica, self.drafter) for replica in (target, *copies)]
 
     def lend_target(self) -> AbstractContextManager[FrozenTarget]:
@@ -226,8 +233,14 @@ def replica_devices(targets: str | Sequence[str], drafters: Sequence[torch.devic
     return devices
 
 
-def _copy_of(target: FrozenTarget, device: torch.device) -> FrozenTarget:
+def copy_of(target: FrozenTarget, device: torch.device) -> FrozenTarget:
     """A model object of its own, since capturing hooks into it; on the same device its weights are `target`'s."""
-    weights = [*target.model.parameters(), *target.model.buffers()]
-    shared = {id(weight): weight for weight in weights} if device == target.device else {}
-    return FrozenTarget(copy.deepcopy(target.model, shared), target.layer_ids, device, target.prefill_chunk)
+    # Weights are copied to where they go: a second target beside the first one may not fit. Tied ones stay tied.
+    moved: dict[int, torch.Tensor] = {}
+    for weight in target.model.parameters():
+        moved[id(weight)] = (
+            weight if device == target.device else torch.nn.Parameter(weight.to(device), weight.requires_grad)
+        )
+    for buffer in target.model.buffers():
+        moved[id(buffer)] = buffer.to(device)
+    return FrozenTarget(copy.deepcopy(target.model, moved), target.layer_ids, device, target.prefill_chunk)

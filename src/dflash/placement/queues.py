@@ -23,6 +23,7 @@ class Part:
     replica: int
     samples: NDArray[np.int64] | None  # places in the batch, ascending; None: the whole batch
     cost: float  # predicted
+    width_tokens: int | None = None  # that the samples are padded to
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Queues(Generic[Item]):
         self.num_batches: int | None = None
         self._of_replicas: list[deque[tuple[Job[Item], Part]]] = [deque() for _ in range(num_replicas)]
         self._not_started: dict[int, int] = {}  # number -> tokens, of what q_pre holds
+        self._being_read: dict[int, int] = {}  # replica -> number
         self._done: dict[int, Job[Item]] = {}
 
     def has_room(self, tokens: int) -> bool:
@@ -89,6 +91,7 @@ class Queues(Generic[Item]):
     def start(self, replica: int) -> tuple[Job[Item], Part]:
         """What the replica is to read next."""
         job, part = self._of_replicas[replica].popleft()
+        self._being_read[replica] = job.number
         if job.number in self._not_started:
             del self._not_started[job.number]
             self.waiting_tokens -= job.tokens
@@ -98,6 +101,7 @@ class Queues(Generic[Item]):
     def finish(self, job: Job[Item], part: Part) -> bool:
         """Note that a part has been read; whether it was the last one of its batch."""
         self.loads[part.replica] = self.loads[part.replica] - part.cost if self._of_replicas[part.replica] else 0.0
+        del self._being_read[part.replica]
         job.parts_left -= 1
         return not job.parts_left
 
@@ -122,6 +126,10 @@ class Queues(Generic[Item]):
     def waits_for(self, number: int) -> list[int]:
         """Replicas that have not begun with (a part of) batch `number`."""
         return [r for r, queue in enumerate(self._of_replicas) if any(job.number == number for job, _ in queue)]
+
+    def is_read_by(self, number: int) -> list[int]:
+        """Replicas that are reading (a part of) batch `number`."""
+        return [replica for replica, being_read in self._being_read.items() if being_read == number]
 
     def _fits(self, held_tokens: int, tokens: int) -> bool:
         return held_tokens == 0 or held_tokens + tokens <= self.capacity_tokens

@@ -46,16 +46,20 @@ class Replica:
                 f"{timeout_seconds:g}: it hangs."
             )
         try:
-            yield self.target
+            with _current(self.target.device):
+                yield self.target
         finally:
             self.in_use.release()
 
-    def read(self, batch: Batch, samples: IntArray | None) -> tuple[Tensor, float]:
-        """States of the batch, or of some of its samples padded to their own longest.
+    def read(
+        self, batch: Batch, samples: IntArray | None = None, width_tokens: int | None = None
+    ) -> tuple[Tensor, float]:
+        """States of the batch, or of some of its samples in rows of their own width.
 
         Args:
             batch: padded, or packed where `samples` is None.
             samples: rows of it; None: the whole batch.
+            width_tokens: of these rows, at least their longest sample's; cut to the batch's own.
 
         Returns:
             [B, S, L * H] on the drafter's device, arrived; and the seconds that it took to get there.
@@ -65,7 +69,7 @@ class Replica:
                 hidden = self.target.hidden_states(batch.input_ids, batch.cu_seqlens)
             else:
                 rows = torch.from_numpy(samples)
-                hidden = self.target.hidden_states(batch.input_ids[rows, : int(batch.lengths[rows].max())])
+                hidden = self.target.hidden_states(batch.input_ids[rows, :width_tokens])
         if hidden.device == self.drafter:
             return hidden, 0.0
         _wait_for(hidden.device)  # so that the copy, which waits for the pass, is timed alone

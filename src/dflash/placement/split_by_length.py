@@ -37,7 +37,8 @@ def length_groups(
         One group or more; every sample is in one of them.
     """
     by_length = np.argsort(lengths, kind="stable")
-    costs = _group_costs(-(-lengths[by_length] // pad_multiple) * pad_multiple, cost)
+    padded = -(-lengths[by_length] // pad_multiple) * pad_multiple
+    costs = _group_costs(padded, cost)
     max_groups = min(max_groups, len(lengths))
     if any(loads) or len(loads) == 1:
         cuts = _best_cuts(costs, max_groups, np.add)
@@ -49,7 +50,7 @@ def length_groups(
     for begin, end in sorted(pairwise(bounds), key=lambda group: -costs[group]):
         replica = min(range(len(before)), key=lambda r: before[r])
         before[replica] += costs[begin, end]
-        groups.append(Part(replica, np.sort(by_length[begin:end]), float(costs[begin, end])))
+        groups.append(Part(replica, np.sort(by_length[begin:end]), float(costs[begin, end]), int(padded[end - 1])))
     return groups
 
 

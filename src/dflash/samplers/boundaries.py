@@ -53,7 +53,8 @@ def sample_costs(lengths: IntArray, limits: BatchLimits, cost: CostModel) -> np.
     """
     padded = limits.padded_lengths(lengths)
     per_batch = np.maximum(limits.token_budget // padded, 1)
-    return cost.target(padded.astype(np.float64), padded.astype(np.float64) ** 2) + cost.per_batch / per_batch
+    fixed = cost.per_batch + cost.drafter_per_batch
+    return cost.target(padded.astype(np.float64), padded.astype(np.float64) ** 2) + fixed / per_batch
 
 
 def optimal_bounds(lengths: IntArray, costs: np.ndarray, num_buckets: int) -> IntArray:

@@ -226,7 +226,7 @@ class _Rank:
             yield from self._train(number, batch)
 
     def _train(self, number: int, batch: SimulatedBatch) -> Generator[simpy.Event, Any, None]:
-        duration = self.machine.cost.drafter_per_anchor * batch.anchors
+        duration = self.machine.cost.drafter(float(batch.anchors))
         yield from self._work(duration, self.outcome.drafter_busy, self.number)
         if (number + 1) % self.machine.accumulate == 0:
             yield self.barrier.wait()

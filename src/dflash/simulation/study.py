@@ -51,6 +51,8 @@ def measured_of(config: DictConfig) -> Measured | None:
     """
     if config.calibration is None:
         return None
+    if set(config.calibration) != {"topology", "random", "sorted"}:
+        raise ValueError(f"calibration={config.calibration}: expected the keys topology, random and sorted.")
     for key in ("random", "sorted"):
         check_positive(f"calibration.{key}", config.calibration.get(key))
     Topology.parse(str(config.calibration.get("topology")))

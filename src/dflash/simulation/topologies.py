@@ -148,7 +148,8 @@ def compare(
     cost: CostModel,
     on_case: Callable[[str], object],
 ) -> list[Case]:
-    """Every sampler with every routing on every topology; packed batches are not cut, nor those of inline.
+    """Every sampler with every routing on every topology; packed batches are not cut, nor those of inline:
+    they are simulated once.
 
     Args:
         scenario: what is trained on.
@@ -161,14 +162,10 @@ def compare(
     for name, sampler in scenario.samplers.items():
         for text in topologies:
             topology = Topology.parse(text)
-            for routing in routings:
-                if routing == "split_by_length" and not (sampler.pads and topology.targets):
-                    continue
+            for routing in routings if sampler.pads and topology.targets else ["least_loaded"]:
                 shown = routing if topology.targets else "-"
                 cases.append(Case(name, shown, text, scenario.run(name, routing, topology, cost)))
                 on_case(f"{name} {routing} {text}")
-                if not topology.targets:
-                    break
     return cases
 
 
@@ -205,7 +202,7 @@ def calibrate(scenario: Scenario, cost: CostModel, measured: Measured) -> CostMo
         if name not in scenario.samplers:
             raise ValueError(f"calibration needs the sampler {name}: add it to samplers.")
     topology = Topology.parse(measured.topology)
-    free = replace(cost, drafter_per_anchor=0.0)
+    free = replace(cost, drafter_per_anchor=0.0, drafter_per_batch=0.0)
     scale = scenario.run("random", "least_loaded", topology, free).real_tokens_per_s / measured.random
     free = replace(
         free,
