@@ -24,7 +24,7 @@ MISTAKES = [
     ("train experiment=smoke target.nmae=x", "target.nmae is unknown. Did you mean target.name?"),
     (
         "train experiment=dmeo",
-        "experiment=dmeo is unknown. Allowed: demo, demo_long, paper_qwen3_8b, smoke. Did you mean",
+        "experiment=dmeo is unknown. Allowed: demo, demo_long, eight_gpus, paper_qwen3_8b, smoke. Did you mean",
     ),
     ("train +max_stepz=3", "max_stepz is unknown. Did you mean max_steps?"),
     ("train +trainer.devcies=2", "trainer.devcies is unknown. Did you mean trainer.devices?"),
