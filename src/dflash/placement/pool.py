@@ -12,11 +12,9 @@ from dflash.cost import CostModel
 from dflash.placement.pipeline import Pipeline, PipelineFigures
 from dflash.placement.queues import Part
 from dflash.placement.replica import Replica
-from dflash.placement.split_by_length import length_groups
+from dflash.placement.routing import ROUTINGS, route_batch
 from dflash.target.ends import TargetEnds, target_ends
 from dflash.target.frozen import FrozenTarget
-
-ROUTINGS = ("least_loaded", "split_by_length")
 
 
 class PoolPlacement:
@@ -148,19 +146,15 @@ class PoolPlacement:
 
     def route(self, batch: Batch, loads: Sequence[float]) -> list[Part]:
         """Which replica reads the batch, or which parts of it."""
-        if self.routing == "least_loaded" or batch.cu_seqlens is not None:
-            replica = min(range(len(loads)), key=lambda r: loads[r])
-            return [Part(replica, None, self._cost_of_whole(batch))]
-        return length_groups(
-            batch.lengths.numpy(), self.cost, loads, max_groups=self.max_groups, pad_multiple=self.pad_multiple
+        return route_batch(
+            batch.lengths.numpy(),
+            loads,
+            packed=batch.cu_seqlens is not None,
+            routing=self.routing,
+            cost=self.cost,
+            max_groups=self.max_groups,
+            pad_multiple=self.pad_multiple,
         )
-
-    def _cost_of_whole(self, batch: Batch) -> float:
-        """Packed rows attend within their samples."""
-        tokens = float(batch.num_padded_tokens)
-        lengths = batch.lengths.double()
-        squares = float((lengths**2).sum()) if batch.cu_seqlens is not None else tokens * batch.input_ids.shape[1]
-        return float(self.cost.target(tokens, squares)) + self.cost.per_batch
 
 
 class PooledLoader:

@@ -13,7 +13,8 @@ import simpy
 
 from dflash.cost import CostModel
 from dflash.placement.queues import Part, Queues
-from dflash.placement.split_by_length import IntArray, length_groups
+from dflash.placement.routing import padded_tokens, pass_cost, route_batch
+from dflash.placement.split_by_length import IntArray
 from dflash.simulation.shared_device import SharedDevice
 
 
@@ -182,13 +183,16 @@ class _Rank:
         self._notify()
 
     def _route(self, batch: SimulatedBatch) -> list[Part]:
-        machine, loads = self.machine, self.queues.loads
-        if machine.routing == "split_by_length" and not batch.packed:
-            return length_groups(
-                batch.lengths, machine.cost, loads, max_groups=machine.max_groups, pad_multiple=machine.pad_multiple
-            )
-        whole = target_cost(batch.lengths, batch.packed, machine)
-        return [Part(min(range(len(loads)), key=lambda r: loads[r]), None, whole)]
+        machine = self.machine
+        return route_batch(
+            batch.lengths,
+            self.queues.loads,
+            packed=batch.packed,
+            routing=machine.routing,
+            cost=machine.cost,
+            max_groups=machine.max_groups,
+            pad_multiple=machine.pad_multiple,
+        )
 
     def _target(self, replica: int) -> Generator[simpy.Event, Any, None]:
         queues = self.queues
@@ -221,7 +225,7 @@ class _Rank:
     def _inline(self) -> Generator[simpy.Event, Any, None]:
         for number, batch in enumerate(self.batches):
             self.outcome.target_padded_tokens += padded_tokens(batch.lengths, batch.packed, self.machine.pad_multiple)
-            read = target_cost(batch.lengths, batch.packed, self.machine)
+            read = pass_cost(batch.lengths, batch.packed, self.machine.cost, self.machine.pad_multiple)
             yield from self._work(read, self.outcome.drafter_busy, self.number)
             yield from self._train(number, batch)
 
@@ -230,16 +234,3 @@ class _Rank:
         yield from self._work(duration, self.outcome.drafter_busy, self.number)
         if (number + 1) % self.machine.accumulate == 0:
             yield self.barrier.wait()
-
-
-def padded_tokens(lengths: IntArray, packed: bool, pad_multiple: int) -> int:
-    """Tokens that a target computes for samples in a row each, or behind each other in one."""
-    width = int(lengths.sum() if packed else lengths.max())
-    return -(-width // pad_multiple) * pad_multiple * (1 if packed else len(lengths))
-
-
-def target_cost(lengths: IntArray, packed: bool, machine: Machine) -> float:
-    """Of a whole batch, whatever comes with every batch included."""
-    tokens = padded_tokens(lengths, packed, machine.pad_multiple)
-    squares = float((lengths.astype(np.float64) ** 2).sum()) if packed else tokens**2 / len(lengths)
-    return float(machine.cost.target(float(tokens), squares)) + machine.cost.per_batch

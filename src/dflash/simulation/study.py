@@ -9,9 +9,10 @@ from tqdm import tqdm
 
 from dflash.checks import check_fraction, check_integer, check_positive
 from dflash.cost import CostModel
+from dflash.placement.routing import ROUTINGS
 from dflash.report.plots_topology import plot_topologies
 from dflash.report.tables import text_table
-from dflash.simulation.topologies import ROUTINGS, Case, Measured, Scenario, Topology, compare, idle_shares
+from dflash.simulation.topologies import Case, Measured, Scenario, Topology, compare, idle_shares
 
 _COLUMNS = {
     "sampler": "{}",

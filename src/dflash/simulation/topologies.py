@@ -10,7 +10,6 @@ from dflash.samplers.base import LengthBatchSampler, Plan
 from dflash.samplers.limits import BatchLimits, IntArray
 from dflash.simulation.pipeline import Machine, Outcome, SimulatedBatch, simulate
 
-ROUTINGS = ("least_loaded", "split_by_length")
 _BISECTIONS = 18
 
 
@@ -154,7 +153,7 @@ def compare(
     Args:
         scenario: what is trained on.
         topologies: see `Topology.parse`.
-        routings: of ROUTINGS.
+        routings: of `dflash.placement.routing.ROUTINGS`.
         cost: what batches take.
         on_case: called with a name after each case.
     """
