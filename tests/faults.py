@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -54,15 +55,28 @@ SETUPS: dict[str, tuple[list[str], float]] = {
     "packed": (["sampler=packed", "placement.targets=[cpu,cpu,cpu]"], 0.0),
     "cut": (["sampler=random", "placement.targets=[cpu,cpu,cpu]", "placement.routing=split_by_length"], 1e-5),
 }
-# Kind -> exit code, and what has to be on the screen.
+_READ, _COLLATE = "dflash.placement.replica.Replica.read", "dflash.data.datamodule.collate"
+_WAIT = "dflash.placement.pipeline.Pipeline._deliver"
+_TRAIN, _UPDATE, _VALIDATE = (
+    f"dflash.training.lightning_module.DFlashModule.{method}"
+    for method in ("training_step", "on_before_optimizer_step", "validation_step")
+)
+_SAVE = "lightning.pytorch.trainer.trainer.Trainer.save_checkpoint"
+# What is hit -> how often each run calls it, at least.
+CALLS = {
+    _READ: 2 * STEPS, _COLLATE: 2 * STEPS, _WAIT: 2 * STEPS, _TRAIN: 2 * STEPS, _UPDATE: STEPS, _VALIDATE: 2,
+    _SAVE: STEPS // 2,
+}  # fmt: skip
+_ANYWHERE = (_TRAIN, _UPDATE, _VALIDATE, _WAIT, _SAVE)
+# Kind -> exit code; what has to be on the screen; what it hits.
 KINDS = {
-    "target": (1, "injected into a target"),
-    "collate": (1, "injected into collate"),
-    "drafter": (1, "injected into the drafter"),
-    "hang": (1, "did not come within placement.hang_timeout_seconds"),
-    "ctrl-c": (130, "SIGINT: finishing the optimizer step, then saving"),
-    "sigterm": (143, "SIGTERM: finishing the optimizer step, then saving"),
-    "full disk": (1, "could not be written: File too large"),
+    "target": (1, "injected into a target", (_READ,)),
+    "collate": (1, "injected into collate", (_COLLATE,)),
+    "drafter": (1, "injected into the drafter", (_TRAIN, _UPDATE, _VALIDATE)),
+    "hang": (1, "did not come within placement.hang_timeout_seconds", (_READ,)),
+    "ctrl-c": (130, "SIGINT: finishing the optimizer step, then saving", _ANYWHERE),
+    "sigterm": (143, "SIGTERM: finishing the optimizer step, then saving", _ANYWHERE),
+    "full disk": (1, "could not be written: File too large", (_SAVE,)),
 }
 
 
@@ -72,48 +86,47 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens when: at call number `at_call` of what it hits, after `delay_seconds` more."""
+    """What happens when: at call number `at_call` of `place`, `delay_seconds` after it has begun."""
 
     kind: str
+    place: str
     at_call: int
     delay_seconds: float
 
+    def __str__(self) -> str:
+        return f"{self.kind:9} in {self.place.rpartition('.')[2]} {self.at_call} + {self.delay_seconds:g} s"
+
 
 def random_fault(source: random.Random, kind: str) -> Fault:
-    """At any of the calls that a run makes."""
-    calls = STEPS // 2 if kind == "full disk" else 2 * STEPS
-    return Fault(kind, source.randint(1, calls), source.choice([0.0, 0.0, 0.002, 0.02]))
+    """In any of the calls that a run makes."""
+    place = source.choice(KINDS[kind][2])
+    return Fault(kind, place, source.randint(1, CALLS[place]), source.choice([0.0, 0.0, 0.002, 0.02]))
 
 
 def inject(fault: Fault, happened: Any) -> None:
     """Make the fault happen in this process; `happened`, a shared number, takes the time at which it does."""
-    owner, name = {
-        "target": ("dflash.placement.replica.Replica", "read"),
-        "hang": ("dflash.placement.replica.Replica", "read"),
-        "collate": ("dflash.data.datamodule", "collate"),
-        "full disk": ("lightning.pytorch.trainer.trainer.Trainer", "save_checkpoint"),
-    }.get(fault.kind, ("dflash.training.lightning_module.DFlashModule", "training_step"))
-    place = _located(owner)
-    original: Callable[..., Any] = getattr(place, name)
+    owner_path, _, name = fault.place.rpartition(".")
+    owner = resolve_name(owner_path)
+    original: Callable[..., Any] = getattr(owner, name)
     calls, lock = 0, threading.Lock()
+
+    def strike() -> None:
+        happened.value = time.time()
+        _strike(fault.kind)
 
     def faulty(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         with lock:
             calls += 1
             is_now = calls == fault.at_call
-        if is_now:
+        if is_now and fault.kind in ("ctrl-c", "sigterm"):
+            threading.Timer(fault.delay_seconds, strike).start()  # so that it comes while the call runs
+        elif is_now:
             time.sleep(fault.delay_seconds)
-            happened.value = time.time()
-            _strike(fault.kind)
+            strike()
         return original(*arguments, **options)
 
-    setattr(place, name, faulty)
-
-
-def _located(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(sys.modules[module], name) if name[0].isupper() else sys.modules[path]
+    setattr(owner, name, faulty)
 
 
 def _strike(kind: str) -> None:
@@ -195,7 +208,7 @@ class Bench:
         expected, run_folder = self.expected(setup), self.folder / name
         output = self.folder / f"{name}.txt"
         code, seconds, shown = train_process(self.overrides(setup, run_folder), output, fault)
-        expected_code, words = KINDS[fault.kind]
+        expected_code, words, _ = KINDS[fault.kind]
         assert code == expected_code, f"exit code {code}, expected {expected_code}\n{shown[-3000:]}"
         assert words in shown, f"{words!r} is not on the screen\n{shown[-3000:]}"
         if fault.kind == "full disk":  # a fault of nobody's code

@@ -180,14 +180,16 @@ def run(config: DictConfig, run_folder: Path) -> int:
         save_run_config(config, run_folder)
     print(f"{run_folder}: {max_steps} optimizer steps, {len(train_samples):,} samples, drafter on {device}", flush=True)
     interrupted: RunInterruptedError | None = None
-    if config.validate_untrained and resume_checkpoint is None:
-        trainer.validate(module, datamodule, verbose=False)
-        if trainer.is_global_zero:
-            summary.note_untrained(module.latest_metrics)
     try:
+        if config.validate_untrained and resume_checkpoint is None:
+            trainer.validate(module, datamodule, verbose=False)
+            if trainer.is_global_zero:
+                summary.note_untrained(module.latest_metrics)
         trainer.fit(module, datamodule, ckpt_path=resume_checkpoint, weights_only=True)
     except RunInterruptedError as error:
         interrupted = error
+    finally:
+        placement.close()
     counts = totals.over_all_ranks(trainer)
     throughput = callbacks["throughput"].since_warmup(trainer) if "throughput" in callbacks else None
     eta2_ratio = callbacks["mixing"].over_run(trainer) if "mixing" in callbacks else None

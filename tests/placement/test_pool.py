@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.batch import Batch
+from dflash.callbacks.pipeline import judge
 from dflash.cost import CostModel
 from dflash.placement.inline import InlinePlacement
 from dflash.placement.pipeline import Pipeline, PipelineFigures
@@ -213,6 +214,18 @@ def test_a_drafter_that_fails_or_stops_leaves_no_thread() -> None:
     assert our_threads() == []
 
 
+def test_closing_the_pool_ends_passes_that_were_left_early(target: FrozenTarget) -> None:
+    pooled, before = opened(pool(2, threads_per_replica=3), target), torch.get_num_threads()
+    readers = [iter(pooled.feed(batches(20))) for _ in range(2)]  # kept, as by a loop that stopped at its last step
+    for reader in readers:
+        next(reader)
+    assert len(our_threads()) >= 3
+    pooled.close()
+    assert our_threads() == []
+    assert torch.get_num_threads() == before
+    pooled.close()
+
+
 def test_a_replica_that_hangs_ends_the_run() -> None:
     released = threading.Event()
 
@@ -241,6 +254,12 @@ def test_a_replica_that_hangs_ends_the_run() -> None:
 def test_devices_that_there_are_not_are_named(targets: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"placement\.targets.*{message}"):
         replica_devices(targets, [CPU])
+
+
+def test_replicas_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"placement\.targets=\[cuda:1,cpu\] mixes CPUs and GPUs"):
+        replica_devices(["cuda:1", "cpu"], [torch.device("cuda", 0)])
 
 
 def test_gpus_are_dealt_to_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +310,21 @@ def test_replicas_have_threads_of_their_own_and_leave_the_drafters_alone(target:
     assert set(of_drafter) == {after} == {(2, mkl[1])}
 
 
+@pytest.mark.parametrize(
+    ("target_wait", "drafter_wait", "q_pre", "words"),
+    [
+        (0.0, 0.6, 0.9, "the targets are the bottleneck"),
+        (0.2, 0.6, 0.9, "the targets are the bottleneck"),  # one of several has long batches
+        (0.7, 0.0, 0.9, "the drafter is the bottleneck"),
+        (0.7, 0.0, 0.0, "the drafter is the bottleneck"),  # near the end of a run
+        (0.8, 0.7, 0.0, "the loader is the bottleneck"),
+        (0.05, 0.05, 0.5, "keep up with each other"),
+    ],
+)
+def test_waits_are_put_in_words(target_wait: float, drafter_wait: float, q_pre: float, words: str) -> None:
+    assert words in judge(target_wait, drafter_wait, q_pre)[0]
+
+
 def mkl_threads() -> int:
     """MKL's own number in the calling thread; 0 without MKL."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
@@ -308,6 +342,7 @@ def test_a_mistake_in_the_pool_ends_before_anything_is_loaded_or_written(tmp_pat
     [
         ("dflash.placement.replica.Replica.read", "the targets are the bottleneck"),
         ("dflash.training.lightning_module.DFlashModule.training_step", "the drafter is the bottleneck"),
+        ("dflash.data.datamodule.TrainingBatches.__getitem__", "the loader is the bottleneck"),
     ],
 )
 def test_the_words_name_the_side_that_was_made_slow(
@@ -328,7 +363,8 @@ def test_the_words_name_the_side_that_was_made_slow(
     assert words in said[0]  # in the last interval the targets have nothing left to do
     tags = scalars(tmp_path / "run")
     waits = {side: tags[f"pipeline/{side}_wait"][0][1] for side in ("target", "drafter")}
-    assert (waits["drafter"] > waits["target"]) == ("targets" in words)
+    if "loader" not in words:
+        assert (waits["drafter"] > waits["target"]) == ("targets" in words)
     assert all(0 <= value <= 1 for tag in ("q_pre", "q_hs") for _, value in tags[f"pipeline/{tag}"])
 
 

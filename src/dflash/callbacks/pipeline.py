@@ -13,6 +13,7 @@ from dflash.placement.pipeline import PipelineFigures
 from dflash.training.lightning_module import DFlashModule
 
 NOTICEABLE_WAIT = 0.1  # of the time: a side that waits less is not held up by the other
+NEARLY_EMPTY = 0.1  # of q_pre: targets that are held up by anything but the loader find it full
 
 
 class PipelineMetrics(Callback):
@@ -76,7 +77,7 @@ class PipelineMetrics(Callback):
             metric_names.PIPELINE_TRANSFER: transfer,
         }
         log_metrics(trainer, pl_module, metrics)
-        verdict, advice = judge(target_wait, drafter_wait)
+        verdict, advice = judge(target_wait, drafter_wait, q_pre)
         if trainer.is_global_zero and verdict != self.verdict:
             print(
                 f"pipeline: {verdict}. The drafter waited {drafter_wait:.0%} of the time, the targets "
@@ -87,15 +88,18 @@ class PipelineMetrics(Callback):
         self._start_interval()
 
 
-def judge(target_wait: float, drafter_wait: float) -> tuple[str, str]:
+def judge(target_wait: float, drafter_wait: float, q_pre: float) -> tuple[str, str]:
     """Which side holds up the other, and what to change.
 
     Args:
         target_wait: share of the time that a target waits for room or for batches.
         drafter_wait: share of the time that the drafter waits for states.
+        q_pre: how full the queue before the targets is, of 1.
     """
     if max(target_wait, drafter_wait) < NOTICEABLE_WAIT:
         return "targets and drafter keep up with each other", ""
+    if min(target_wait, drafter_wait) >= NOTICEABLE_WAIT and q_pre < NEARLY_EMPTY:
+        return "the loader is the bottleneck", " Raise num_workers: both sides wait for batches."
     if drafter_wait > target_wait:
         advice = " Name more devices in placement.targets, or take a sampler that pads less (padding/ratio)."
         return "the targets are the bottleneck", advice

@@ -46,6 +46,9 @@ class InlinePlacement:
         self.target = target
         self.ends = target_ends(target.model)
 
+    def close(self) -> None:
+        """Nothing goes on by itself."""
+
     def lend_target(self) -> AbstractContextManager[FrozenTarget]:
         """The target for decoding."""
         return nullcontext(self.target)

@@ -1,6 +1,7 @@
 """Batches through several replicas of the target: a thread each, bounded queues, delivery in the loader's order.
 
-All state lies behind one lock: batches are few and large, so nobody waits long for it.
+All state of all pipelines that count into the same figures lies behind one lock: batches are few and large, so nobody
+waits long for it.
 """
 
 import threading
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dflash.batch import Batch
 from dflash.placement.queues import Job, Part, Queues
-from dflash.placement.replica import Replica, use_common_threads, use_own_threads
+from dflash.placement.replica import Replica, current_device, use_common_threads, use_own_threads
 from dflash.placement.split_by_length import IntArray
 
 _JOIN_SECONDS = 5.0
@@ -36,12 +37,14 @@ class PipelineFigures:
     waiting_tokens_sum: int = 0  # in q_pre, when a batch was delivered
     states_tokens_sum: int = 0  # in q_hs, likewise
     waiting_since: dict[int, float] = field(default_factory=dict)  # thread -> when, of those that wait right now
+    lock: threading.Lock = field(default_factory=threading.Lock)  # training and validation count at the same time
 
     def up_to_now(self) -> "PipelineFigures":
         """A copy that counts the waits that go on, too."""
-        now, begun = time.perf_counter(), list(self.waiting_since.values())
-        waited = self.target_wait_seconds + sum(now - begin for begin in begun)
-        return replace(self, target_wait_seconds=waited, waiting_since={})
+        with self.lock:
+            now = time.perf_counter()
+            waited = self.target_wait_seconds + sum(now - begin for begin in self.waiting_since.values())
+            return replace(self, target_wait_seconds=waited, waiting_since={}, lock=threading.Lock())
 
 
 class Pipeline:
@@ -76,41 +79,51 @@ class Pipeline:
         self.route = route
         self.hang_timeout_seconds = hang_timeout_seconds
         self.figures = figures
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(figures.lock)
         self.queues: Queues[Batch] = Queues(len(replicas), capacity_tokens)
         self.hidden: dict[int, Tensor] = {}  # states of whole batches, by number
         self.parts: dict[int, list[tuple[IntArray, Tensor]]] = defaultdict(list)  # of those that are still in parts
         self.error: BaseException | None = None
         self.is_stopping = False
+        self.threads: list[threading.Thread] = []
         self.threads_per_replica = threads_per_replica
         self.num_threads = torch.get_num_threads()  # which a new thread would not know of
 
     def __iter__(self) -> Iterator[Batch]:
         if self.threads_per_replica is not None:
             use_own_threads(self.num_threads)  # this thread must not follow the replicas' number
-        threads = [threading.Thread(target=self._guarded, args=(self._distribute,), name="dflash-loader", daemon=True)]
+        self._start("dflash-loader", self._distribute)
         for number in range(len(self.replicas)):
-            threads.append(
-                threading.Thread(
-                    target=self._guarded, args=(self._work, number), name=f"dflash-target-{number}", daemon=True
-                )
-            )
-        for thread in threads:
-            thread.start()
+            self._start(f"dflash-target-{number}", self._work, number)
         try:
             number = 0
             while (fed := self._deliver(number)) is not None:
                 yield fed
                 number += 1
         finally:
-            with self.changed:
-                self.is_stopping = True
-                self.changed.notify_all()
-            deadline = time.monotonic() + _JOIN_SECONDS
-            for thread in threads:
-                thread.join(max(deadline - time.monotonic(), 0.0))
-            if self.threads_per_replica is not None:
-                use_common_threads(self.num_threads)
+            self.stop()
+
+    def stop(self) -> None:
+        """End all threads, in the thread that iterates; more than once does no harm.
+
+        A loop that is left early, as Lightning's at the last step, drops its iterator whenever it likes: whoever
+        wants the threads gone calls this.
+        """
+        with self.changed:
+            self.is_stopping = True
+            self.changed.notify_all()
+        if not self.threads:
+            return
+        deadline = time.monotonic() + _JOIN_SECONDS
+        while self.threads:
+            self.threads.pop().join(max(deadline - time.monotonic(), 0.0))
+        if self.threads_per_replica is not None:
+            use_common_threads(self.num_threads)
+
+    def _start(self, name: str, body: Callable[..., None], *arguments: int) -> None:
+        thread = threading.Thread(target=self._guarded, args=(body, *arguments), name=name, daemon=True)
+        self.threads.append(thread)
+        thread.start()
 
     def _guarded(self, body: Callable[..., None], *arguments: int) -> None:
         try:
@@ -124,15 +137,19 @@ class Pipeline:
     def _distribute(self) -> None:
         """Give every batch of the loader to replicas as q_pre has room."""
         queues, number = self.queues, 0
-        for number, batch in enumerate(self.loader, start=1):
-            tokens = batch.num_padded_tokens
-            with self.changed:
-                self.changed.wait_for(lambda: self.is_stopping or queues.has_room(tokens))  # noqa: B023
-                if self.is_stopping:
-                    return
-                queues.put(number - 1, batch, tokens, self.route(batch, queues.loads))
-                self.figures.most_waiting_tokens = max(self.figures.most_waiting_tokens, queues.waiting_tokens)
-                self.changed.notify_all()
+        with current_device(self.device):  # a new thread's is cuda:0, where pinning memory would open a context
+            for number, batch in enumerate(self.loader, start=1):
+                tokens = batch.num_padded_tokens
+                with self.changed:
+                    self.changed.wait_for(lambda: self.is_stopping or queues.has_room(tokens))  # noqa: B023
+                    if self.is_stopping:
+                        return
+                    loads = list(queues.loads)
+                parts = self.route(batch, loads)  # outside the lock: of thousands of samples it takes its time
+                with self.changed:
+                    queues.put(number - 1, batch, tokens, parts)
+                    self.figures.most_waiting_tokens = max(self.figures.most_waiting_tokens, queues.waiting_tokens)
+                    self.changed.notify_all()
         with self.changed:
             queues.num_batches = number
             self.changed.notify_all()

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from weakref import WeakSet
 
 import torch
 
@@ -80,6 +81,7 @@ class PoolPlacement:
         self.figures = PipelineFigures()
         self.devices: list[torch.device] = []
         self.replicas: list[Replica] = []
+        self.pipelines: WeakSet[Pipeline] = WeakSet()  # that have been iterated and not been forgotten
 
     def lay_out(self, drafter: torch.device, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
         """Decide which devices this rank's replicas are on, before the target is loaded.
@@ -135,6 +137,11 @@ class PoolPlacement:
         """The first replica's target for decoding; batches wait for it meanwhile."""
         return self.replicas[0].lend(self.hang_timeout_seconds)
 
+    def close(self) -> None:
+        """End the threads of all passes over loaders, also of those that were left early."""
+        for pipeline in list(self.pipelines):
+            pipeline.stop()
+
     @property
     def capacity_tokens(self) -> int:
         """Of each of the two queues."""
@@ -166,18 +173,18 @@ class PooledLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         pool = self.placement
-        return iter(
-            Pipeline(
-                self.loader,
-                pool.replicas,
-                pool.drafter,
-                capacity_tokens=pool.capacity_tokens,
-                route=pool.route,
-                threads_per_replica=pool.threads_per_replica,
-                hang_timeout_seconds=pool.hang_timeout_seconds,
-                figures=pool.figures,
-            )
+        pipeline = Pipeline(
+            self.loader,
+            pool.replicas,
+            pool.drafter,
+            capacity_tokens=pool.capacity_tokens,
+            route=pool.route,
+            threads_per_replica=pool.threads_per_replica,
+            hang_timeout_seconds=pool.hang_timeout_seconds,
+            figures=pool.figures,
         )
+        pool.pipelines.add(pipeline)
+        return iter(pipeline)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -191,7 +198,7 @@ def replica_devices(targets: str | Sequence[str], drafters: Sequence[torch.devic
         drafters: devices of the drafters.
 
     Raises:
-        ValueError: none is left; one that there is not; one that is a drafter's GPU.
+        ValueError: none is left; one that there is not; one that is a drafter's GPU; CPUs and GPUs together.
     """
     if targets == "auto":
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -224,6 +231,11 @@ def replica_devices(targets: str | Sequence[str], drafters: Sequence[torch.devic
                     "out, or set placement=inline."
                 )
         devices.append(device)
+    if len({device.type for device in devices}) > 1:
+        raise ValueError(
+            f"placement.targets=[{','.join(targets)}] mixes CPUs and GPUs, whose states differ by their dtype and "
+            "rounding: a sample's would depend on which replica reads it. Name devices of one kind."
+        )
     return devices
 
 

@@ -19,7 +19,18 @@ def local_rank_here() -> int:
 
 
 def drafter_device(accelerator: str, local_rank: int) -> torch.device:
-    """Device of this rank's drafter: its GPU where Lightning will use GPUs, else the CPU."""
-    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+    """Device of this rank's drafter: its GPU, or the CPU where there is none or where it is asked for.
+
+    Raises:
+        ValueError: an accelerator that there is not, or that is not supported.
+    """
+    if accelerator not in ("auto", "gpu", "cuda", "cpu"):
+        raise ValueError(f"trainer.accelerator={accelerator!r} is not supported. Allowed: auto, gpu, cpu.")
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"trainer.accelerator={accelerator}, but torch finds no CUDA device here. Set trainer.accelerator=auto or "
+            "cpu, or install a torch that was built for this machine's GPU."
+        )
+    if accelerator != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

@@ -46,7 +46,7 @@ class Replica:
                 f"{timeout_seconds:g}: it hangs."
             )
         try:
-            with _current(self.target.device):
+            with current_device(self.target.device):
                 yield self.target
         finally:
             self.in_use.release()
@@ -64,7 +64,7 @@ class Replica:
         Returns:
             [B, S, L * H] on the drafter's device, arrived; and the seconds that it took to get there.
         """
-        with self.in_use, _current(self.target.device):
+        with self.in_use, current_device(self.target.device):
             if samples is None:
                 hidden = self.target.hidden_states(batch.input_ids, batch.cu_seqlens)
             else:
@@ -74,7 +74,9 @@ class Replica:
             return hidden, 0.0
         _wait_for(hidden.device)  # so that the copy, which waits for the pass, is timed alone
         begin = time.perf_counter()
-        with self.beside_drafter(), _current(hidden.device):
+        if self.stream is not None and hidden.device.type == "cpu":
+            hidden = hidden.pin_memory()  # the driver would copy it piece by piece, and keep other streams waiting
+        with self.beside_drafter(), current_device(hidden.device):
             hidden = hidden.to(self.drafter, non_blocking=self.stream is not None)
         if self.stream is not None:
             self.stream.synchronize()
@@ -103,7 +105,8 @@ class Replica:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it, CUDA work of this thread that names no device goes to this one, if it is a GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -15,6 +15,9 @@ from dflash.placement.queues import Part
 
 IntArray = NDArray[np.int64]
 
+# A pass more costs what no fit of `cost.per_batch` catches whole (a launch, a copy, a join): it must be worth it.
+HARDLY_MORE = 1.01
+
 
 def length_groups(
     lengths: IntArray, cost: CostModel, loads: Sequence[float], *, max_groups: int, pad_multiple: int
@@ -24,7 +27,8 @@ def length_groups(
     Where every one of several replicas is idle, the drafter waits: the samples are cut into as many groups as there
     are replicas, so that the slowest of them is done as early as can be. Otherwise what counts is the targets' whole
     work: it is made least over all cuts into up to `max_groups` groups, however many replicas there are (a group more
-    pads less, but costs `cost.per_batch`). Groups go, dearest first, to the replica with least before it.
+    pads less, but costs `cost.per_batch`); fewer groups are taken where they cost hardly more. Groups go, dearest
+    first, to the replica with least before it.
 
     Args:
         lengths: [D] tokens of the samples.
@@ -42,7 +46,8 @@ def length_groups(
     max_groups = min(max_groups, len(lengths))
     if any(loads) or len(loads) == 1:
         cuts = _best_cuts(costs, max_groups, np.add)
-        bounds = min(cuts, key=lambda bounds: sum(costs[i, j] for i, j in pairwise(bounds)))
+        work = [sum(costs[i, j] for i, j in pairwise(bounds)) for bounds in cuts]
+        bounds = next(cut for cut, cost_ in zip(cuts, work, strict=True) if cost_ <= HARDLY_MORE * min(work))
     else:
         bounds = _best_cuts(costs, min(max_groups, len(loads)), np.maximum)[-1]
     before = list(loads)
