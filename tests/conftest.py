@@ -34,6 +34,15 @@ def cache_dir() -> Path:
     return REPOSITORY / "outputs" / "cache"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _set_imports_apart() -> Iterator[None]:
+    """Collecting garbage looks at all that is not frozen, and imported packages are a million objects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _release_memory() -> Iterator[None]:
     yield

@@ -55,8 +55,9 @@ SETUPS: dict[str, tuple[list[str], float]] = {
     "packed": (["sampler=packed", "placement.targets=[cpu,cpu,cpu]"], 0.0),
     "cut": (["sampler=random", "placement.targets=[cpu,cpu,cpu]", "placement.routing=split_by_length"], 1e-5),
 }
-_READ, _COLLATE = "dflash.placement.replica.Replica.read", "dflash.data.datamodule.collate"
-_WAIT = "dflash.placement.pipeline.Pipeline._deliver"
+_READ, _PASS = "dflash.placement.replica.Replica.read", "dflash.target.frozen.FrozenTarget.hidden_states"
+_COLLATE = "dflash.data.datamodule.collate"
+_WAIT = "dflash.placement.pipeline.Pipeline._is_next"
 _TRAIN, _UPDATE, _VALIDATE = (
     f"dflash.training.lightning_module.DFlashModule.{method}"
     for method in ("training_step", "on_before_optimizer_step", "validation_step")
@@ -64,16 +65,16 @@ _TRAIN, _UPDATE, _VALIDATE = (
 _SAVE = "lightning.pytorch.trainer.trainer.Trainer.save_checkpoint"
 # What is hit -> how often each run calls it, at least.
 CALLS = {
-    _READ: 2 * STEPS, _COLLATE: 2 * STEPS, _WAIT: 2 * STEPS, _TRAIN: 2 * STEPS, _UPDATE: STEPS, _VALIDATE: 2,
-    _SAVE: STEPS // 2,
+    _READ: 2 * STEPS, _PASS: 2 * STEPS, _COLLATE: 2 * STEPS, _WAIT: 2 * STEPS, _TRAIN: 2 * STEPS, _UPDATE: STEPS,
+    _VALIDATE: 2, _SAVE: STEPS // 2,
 }  # fmt: skip
 _ANYWHERE = (_TRAIN, _UPDATE, _VALIDATE, _WAIT, _SAVE)
 # Kind -> exit code; what has to be on the screen; what it hits.
 KINDS = {
-    "target": (1, "injected into a target", (_READ,)),
+    "target": (1, "injected into a target", (_READ, _PASS)),
     "collate": (1, "injected into collate", (_COLLATE,)),
     "drafter": (1, "injected into the drafter", (_TRAIN, _UPDATE, _VALIDATE)),
-    "hang": (1, "did not come within placement.hang_timeout_seconds", (_READ,)),
+    "hang": (1, "did not come within placement.hang_timeout_seconds", (_READ, _PASS)),
     "ctrl-c": (130, "SIGINT: finishing the optimizer step, then saving", _ANYWHERE),
     "sigterm": (143, "SIGTERM: finishing the optimizer step, then saving", _ANYWHERE),
     "full disk": (1, "could not be written: File too large", (_SAVE,)),
@@ -116,9 +117,10 @@ def inject(fault: Fault, happened: Any) -> None:
 
     def faulty(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
+        is_before_training = fault.place == _PASS and threading.current_thread() is threading.main_thread()
         with lock:
-            calls += 1
-            is_now = calls == fault.at_call
+            calls += not is_before_training
+            is_now = calls == fault.at_call and not is_before_training
         if is_now and fault.kind in ("ctrl-c", "sigterm"):
             threading.Timer(fault.delay_seconds, strike).start()  # so that it comes while the call runs
         elif is_now:

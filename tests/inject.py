@@ -1,6 +1,7 @@
 """A callback for tests: makes chosen optimizer steps go wrong."""
 
 import math
+import threading
 from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,12 +17,17 @@ class Inject(Callback):
         large_at: steps whose gradient is a hundred times what it should be.
         nan_at: steps that see a batch whose hidden states are not numbers.
         empty_with: samples that take their whole batch's anchors away, whichever rank has it.
+        fail_at: step at which rank 0 fails, while all others hang.
     """
 
     def __init__(
-        self, large_at: Sequence[int] = (), nan_at: Sequence[int] = (), empty_with: Sequence[int] = ()
+        self,
+        large_at: Sequence[int] = (),
+        nan_at: Sequence[int] = (),
+        empty_with: Sequence[int] = (),
+        fail_at: int | None = None,
     ) -> None:
-        self.large_at, self.nan_at, self.empty_with = large_at, nan_at, empty_with
+        self.large_at, self.nan_at, self.empty_with, self.fail_at = large_at, nan_at, empty_with, fail_at
         self.batch_idx = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
@@ -31,6 +37,10 @@ class Inject(Callback):
             batch.hidden.fill_(math.nan)
         if set(batch.sample_ids.tolist()) & set(self.empty_with):
             batch.anchors, batch.anchor_doc = batch.anchors[:0], batch.anchor_doc[:0]
+        if trainer.global_step + 1 == self.fail_at:
+            if trainer.is_global_zero:
+                raise RuntimeError("rank 0 fails on purpose")
+            threading.Event().wait()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step + 1 in self.large_at and completes_step(trainer, self.batch_idx):

@@ -76,7 +76,17 @@ def test_topologies_are_simulated_and_the_two_measured_figures_met(tmp_path: Pat
     assert rate["random", "split_by_length", "6+1"] > 2 * rate["random", "least_loaded", "6+1"]
     assert rate["packed", "-", "inline"] < rate["packed", "least_loaded", "6+1"]
     assert "calibrated, in seconds:" in result.stdout
-    assert "Most real tokens/s: " in result.stdout
+    mixing = {key: value for key, value in rate.items() if key[0] in ("random", "packed")}
+    best_sampler, best_routing, best_topology = max(mixing, key=lambda key: mixing[key])
+    assert f"Most real tokens/s of those that mix as wanted: {best_sampler} with placement.routing=" in result.stdout
+    (advice,) = [line for line in result.stdout.splitlines() if "python -m dflash.train" in line]
+    trained = compose_config("train", *advice.split()[3:])
+    drafters = int(best_topology[-1])
+    assert best_sampler.title() in trained.sampler._target_.replace("FullShuffle", "Random")
+    assert list(trained.placement.targets) == [f"cuda:{gpu}" for gpu in range(drafters, drafters + 6)]
+    assert trained.placement.routing == best_routing
+    assert (trained.trainer.devices, trained.trainer.accumulate_grad_batches) == (drafters, 8 // drafters)
+    assert 0 < trained.placement.cost.target_per_token < 1e-3  # calibrated: seconds
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from tests.commands import SMALL, run_module, scalars, train_here
 STEPS = 6
 COMMON = [
     *SMALL, "trainer.accelerator=cpu", "batch.token_budget=1024", f"max_steps={STEPS}", "trainer.log_every_n_steps=1",
-    "trainer.validate_every_n_steps=3", "callbacks.decoding=null",
+    "trainer.validate_every_n_steps=3", "callbacks.decoding.every_n_steps=4", "callbacks.decoding.num_prompts=1",
+    "callbacks.decoding.max_new_tokens=4",  # on rank 0, while the others wait
 ]  # fmt: skip
 
 
@@ -40,7 +41,14 @@ def test_two_ranks_are_one_process_with_the_same_global_batch(
     assert train_here(tmp_path / "one", cache_dir, *options, "trainer.accumulate_grad_batches=2", start_from=[]) == 0
 
     ours, theirs = scalars(run_folder(tmp_path)), scalars(tmp_path / "one")
-    for tag in ("train/loss", "grad/norm", "val/loss", "val/acceptance_length", "padding/ratio"):
+    for tag in (
+        "train/loss",
+        "grad/norm",
+        "val/loss",
+        "val/acceptance_length",
+        "padding/ratio",
+        "decode/acceptance_length",
+    ):
         assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]], tag
         for (_, value), (_, expected) in zip(ours[tag], theirs[tag], strict=True):
             assert value == pytest.approx(expected, rel=1e-6, abs=1e-6), tag
@@ -49,6 +57,18 @@ def test_two_ranks_are_one_process_with_the_same_global_batch(
     for key in ("batches_without_anchor", "steps", "epochs", "samples", "real_tokens", "padded_tokens", "anchors"):
         assert summaries[0][key] == summaries[1][key], key
     assert summaries[0]["eta2_ratio"] == pytest.approx(summaries[1]["eta2_ratio"], rel=1e-6)
+
+
+@pytest.mark.timeout(200)
+def test_a_rank_that_fails_takes_those_that_wait_for_it_along(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    fail = "+callbacks.inject={_target_: tests.inject.Inject, fail_at: 3}"
+    options = [*COMMON, f"cache_dir={cache_dir}", fail, "trainer.devices=2", "validate_untrained=false"]
+    result = run_module("train", *options, cwd=tmp_path)  # which waits for all that have its output open
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "RuntimeError: rank 0 fails on purpose" in result.stderr
 
 
 def test_fewer_held_out_samples_than_ranks_are_refused(cache_dir: Path, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def plan(config: DictConfig, out_folder: Path, overrides: list[str]) -> None:
     from dflash.samplers.bucketed import BucketedSampler
     from dflash.samplers.choice import named_samplers
     from dflash.simulation.study import measured_of, study
-    from dflash.simulation.topologies import calibrate
+    from dflash.simulation.topologies import Topology, calibrate
 
     _check_options(config)
     limits, cost = instantiate(config.batch), instantiate(config.cost)
@@ -92,6 +92,9 @@ def plan(config: DictConfig, out_folder: Path, overrides: list[str]) -> None:
     scenario = _simulated_scenario(config, samplers, lengths, num_anchorable, limits) if config.topology else None
     if scenario and (measured := measured_of(config)):
         cost = calibrate(scenario, cost, measured)
+        config.cost = {**config.cost, **asdict(cost)}  # samplers go by it, and so would the run that is advised
+        samplers = named_samplers(config.samplers, config.cost)
+        scenario = _simulated_scenario(config, samplers, lengths, num_anchorable, limits)
         print("calibrated, in seconds:  " + " ".join(f"cost.{key}={value:.4g}" for key, value in asdict(cost).items()))
     rows = []
     for name, sampler in samplers.items():
@@ -115,41 +118,50 @@ def plan(config: DictConfig, out_folder: Path, overrides: list[str]) -> None:
     mixed = [row for row in rows if row["eta2_ratio"] is not None and row["eta2_ratio"] <= config.wanted_eta2_ratio]
     if mixed:
         best = max(mixed, key=lambda row: row["tokens_per_cost"])
-        print(
-            f"\nThe fastest with eta2_ratio <= {config.wanted_eta2_ratio:g}: {best['sampler']}. To train with it:\n"
-            f"  python -m dflash.train {' '.join(train_overrides(best['sampler'], config, overrides))}"
-        )
+        print(f"\nThe fastest with eta2_ratio <= {config.wanted_eta2_ratio:g}: {best['sampler']}.")
+        if not scenario:
+            of_ranks = [f"trainer.devices={config.world_size}", f"trainer.accumulate_grad_batches={config.accumulate}"]
+            _show_command(train_overrides(best["sampler"], config, overrides) + of_ranks)
     else:
         print(f"\nNone of them mixes as well as eta2_ratio <= {config.wanted_eta2_ratio:g} (wanted_eta2_ratio).")
     print(f"\n{out_folder / 'plan.csv'}\n{out_folder / 'plan.png'}", flush=True)
     if scenario:
-        study(scenario, config, cost, out_folder)
+        fastest = study(scenario, config, cost, out_folder, {row["sampler"] for row in mixed})
+        laid_out = Topology.parse(fastest.topology).train_overrides(fastest.routing, scenario.batches_per_step)
+        is_pool = fastest.topology != "inline"
+        _show_command(train_overrides(fastest.sampler, config, overrides, with_cost=is_pool) + laid_out)
+
+
+def _show_command(overrides: list[str]) -> None:
+    print(f"To train so:\n  python -m dflash.train {' '.join(overrides)}", flush=True)
 
 
 # Groups and keys that mean the same to training; `batch` and `cost` are written out, since plans have other defaults.
 _SHARED_WITH_TRAINING = ("data", "target", "regenerate", "drafter", "objective", "optimizer", "cache_dir", "seed")
 
 
-def train_overrides(sampler: str, config: DictConfig, overrides: list[str]) -> list[str]:
-    """The overrides of `dflash.train` that train as planned.
+def train_overrides(sampler: str, config: DictConfig, overrides: list[str], *, with_cost: bool = False) -> list[str]:
+    """The overrides of `dflash.train` that train as planned, but for devices.
 
     Args:
         sampler: its name, `bucketed width=1.5`.
         config: of the plan; its cost model is the one that was planned with.
         overrides: of the plan's command line.
+        with_cost: also where the sampler does not go by it: the routing of a pool does.
     """
     option, *of_sampler = sampler.split()
     chosen = [f"sampler={option}", *(f"sampler.{override}" for override in of_sampler)]
     chosen += [o for o in overrides if re.split(r"[.=@]", o.lstrip("+~"))[0] in _SHARED_WITH_TRAINING]
     groups = ["batch"]
-    if "cost" in OmegaConf.load(Path(CONF_DIR, "sampler", f"{option}.yaml")):
+    if with_cost or "cost" in OmegaConf.load(Path(CONF_DIR, "sampler", f"{option}.yaml")):
         groups.append("cost")
     for group in groups:
         default = OmegaConf.load(Path(CONF_DIR, group, "default.yaml"))
         for key, value in config[group].items():
             if value != default[key]:
-                chosen.append(f"{group}.{key}={'null' if value is None else value}")
-    return [*chosen, f"trainer.devices={config.world_size}", f"trainer.accumulate_grad_batches={config.accumulate}"]
+                shown = f"{value:.6g}" if isinstance(value, float) else "null" if value is None else value
+                chosen.append(f"{group}.{key}={shown}")
+    return chosen
 
 
 def _check_options(config: DictConfig) -> None:

@@ -75,7 +75,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
     from dflash.drafter.network import build_drafter
     from dflash.memory import keep_freed_memory
     from dflash.placement.pool import PoolPlacement
-    from dflash.placement.ranks import drafter_device, local_rank_here
+    from dflash.placement.ranks import drafter_device, end_started_ranks, local_rank_here
     from dflash.precision import resolve_dtype
     from dflash.report.run_summary import RunSummary
     from dflash.target.frozen import FrozenTarget, resolve_mask_token_id
@@ -167,7 +167,7 @@ def run(config: DictConfig, run_folder: Path) -> int:
         walk_blocks_per_doc=limits.anchors_per_sample,
     )
     if isinstance(placement, PoolPlacement):
-        callbacks["pipeline"] = PipelineMetrics(placement.figures, len(placement.replicas), placement.capacity_tokens)
+        callbacks["pipeline"] = PipelineMetrics(placement.state, len(placement.replicas), placement.capacity_tokens)
     if "decoding" in callbacks:
         decoding = callbacks["decoding"]
         longest = max_prompt_tokens(target_config, decoding.options.max_new_tokens)
@@ -188,6 +188,9 @@ def run(config: DictConfig, run_folder: Path) -> int:
         trainer.fit(module, datamodule, ckpt_path=resume_checkpoint, weights_only=True)
     except RunInterruptedError as error:
         interrupted = error
+    except BaseException:
+        end_started_ranks(trainer)
+        raise
     finally:
         placement.close()
     counts = totals.over_all_ranks(trainer)

@@ -18,7 +18,7 @@ from dflash.batch import Batch
 from dflash.callbacks.pipeline import judge
 from dflash.cost import CostModel
 from dflash.placement.inline import InlinePlacement
-from dflash.placement.pipeline import Pipeline, PipelineFigures
+from dflash.placement.pipeline import Pipeline, PipelineFigures, PoolState
 from dflash.placement.pool import PoolPlacement, replica_devices
 from dflash.placement.queues import Part
 from dflash.placement.replica import Replica
@@ -105,8 +105,8 @@ def pipeline(loader: Iterable[Batch], replicas: list[Any], capacity_tokens: int 
         return [Part(loads.index(min(loads)), None, float(batch.num_padded_tokens))]
 
     options = {"route": least_loaded, "hang_timeout_seconds": 30.0, **changes}
-    figures = options.pop("figures", PipelineFigures())
-    return Pipeline(loader, replicas, CPU, capacity_tokens=capacity_tokens, figures=figures, **options)
+    state = PoolState(figures=options.pop("figures", PipelineFigures()))
+    return Pipeline(loader, replicas, CPU, capacity_tokens=capacity_tokens, state=state, **options)
 
 
 @settings(max_examples=25, deadline=None)
@@ -246,7 +246,7 @@ def test_a_replica_that_hangs_ends_the_run() -> None:
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        ("auto", "found no CUDA device beside the drafter's"),
+        ("auto", "there is no CUDA device for targets"),
         (["gpu"], "'gpu' is no device"),
         (["cuda:7"], "there is no cuda:7 here"),
     ],
@@ -283,6 +283,8 @@ def test_gpus_are_dealt_to_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatc
         PoolPlacement(["cpu"], cost=CostModel(), token_budget=160).lay_out(CPU, 3, 1)
     with pytest.raises(ValueError, match=r"placement\.targets has 3 devices for trainer\.devices=5 ranks"):
         dealt("auto", 5)
+    with pytest.raises(ValueError, match=r"of 8 CUDA devices, drafters take 8: none is left .* Lower trainer\.devices"):
+        dealt("auto", 8)
 
 
 def test_replicas_have_threads_of_their_own_and_leave_the_drafters_alone(target: FrozenTarget) -> None:
@@ -356,11 +358,17 @@ def test_the_words_name_the_side_that_was_made_slow(
         return fast(*arguments)
 
     monkeypatch.setattr(slow, slowed)
-    options = ["placement=pool", "placement.targets=[cpu]", "max_steps=9", "trainer.log_every_n_steps=3"]
-    small = ["callbacks.decoding=null", "trainer.validate_every_n_steps=100", "batch.token_budget=704"]
+    options = ["placement=pool", "placement.targets=[cpu]", "max_steps=15", "trainer.log_every_n_steps=3"]
+    small = [
+        "validate_untrained=false",
+        "callbacks.decoding=null",
+        "trainer.validate_every_n_steps=100",
+        "batch.token_budget=704",
+    ]
     assert train_here(tmp_path / "run", tmp_path / "cache", *options, *small) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("pipeline:")]
-    assert words in said[0]  # in the last interval the targets have nothing left to do
+    assert len(said) == 1  # not in the last interval, where the targets have nothing left to do
+    assert words in said[0]
     tags = scalars(tmp_path / "run")
     waits = {side: tags[f"pipeline/{side}_wait"][0][1] for side in ("target", "drafter")}
     if "loader" not in words:

@@ -138,7 +138,7 @@ def test_states_are_those_of_the_whole_batch(architecture: str, replicas: int) -
         for row, length in enumerate(expected.lengths.tolist()):
             torch.testing.assert_close(got.hidden[row, :length], expected.hidden[row, :length], rtol=1e-5, atol=1e-5)
     assert num_cut > 10
-    assert pool.figures.most_states_tokens <= max(160 * replicas, *(batch.num_padded_tokens for batch in made))
+    assert pool.state.figures.most_states_tokens <= max(160 * replicas, *(batch.num_padded_tokens for batch in made))
 
 
 def test_packed_batches_are_not_cut() -> None:

@@ -130,15 +130,21 @@ def scenario() -> Scenario:
     )  # fmt: skip
 
 
-def test_calibration_meets_both_figures() -> None:
+@pytest.mark.parametrize("topology", ["3+1", "inline"])  # inline: the drafter's time is part of random's, too
+def test_calibration_meets_both_figures(topology: str) -> None:
     made = scenario()
-    measured = Measured("3+1", random=5000.0, sorted=10000.0)
-    cost = calibrate(made, CostModel(), measured)
+    cost = calibrate(made, CostModel(), Measured(topology, random=5000.0, sorted=10000.0))
     for name, rate in (("random", 5000.0), ("sorted", 10000.0)):
-        outcome = made.run(name, "least_loaded", Topology(3, 1), cost)
+        outcome = made.run(name, "least_loaded", Topology.parse(topology), cost)
         assert outcome.real_tokens_per_s == pytest.approx(rate, rel=0.01)
-    with pytest.raises(ValueError, match=r"sorted gets [\d,]+ at most, below the measured 90,000"):
+
+
+def test_figures_that_no_cost_explains_are_refused() -> None:
+    made = scenario()
+    with pytest.raises(ValueError, match=r"sorted gets [\d,]+ real tokens/s at most, below the measured 90,000"):
         calibrate(made, CostModel(), Measured("3+1", random=5000.0, sorted=90_000.0))
+    with pytest.raises(ValueError, match=r"holds random at [\d,]+, where 5,000 were measured"):
+        calibrate(made, CostModel(), Measured("3+1", random=5000.0, sorted=2000.0))
 
 
 def test_every_case_is_compared_once() -> None:

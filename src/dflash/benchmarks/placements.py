@@ -100,7 +100,7 @@ def measure_placements(
         rates = [tokens / taken for tokens, taken in zip(real, seconds[name], strict=True)]
         ratios = [r / s for r, s in zip(seconds.get(REFERENCE, []), seconds[name], strict=False)]
         placement = placements[name]
-        figures = placement.figures if isinstance(placement, PoolPlacement) else None
+        figures = placement.state.figures if isinstance(placement, PoolPlacement) else None
         rows.append(
             PlacementRow(
                 case=name,

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from dflash import metric_names
 from dflash.batch import Batch
 from dflash.callbacks.interval import completes_interval, completes_step, log_metrics, sum_over_ranks
-from dflash.placement.pipeline import PipelineFigures
+from dflash.placement.pipeline import PoolState
 from dflash.training.lightning_module import DFlashModule
 
 NOTICEABLE_WAIT = 0.1  # of the time: a side that waits less is not held up by the other
@@ -20,21 +20,22 @@ class PipelineMetrics(Callback):
     """`pipeline/*` over every logging interval without decoding, validation left out; means over ranks.
 
     Args:
-        figures: what the placement counts.
+        state: of the pool.
         num_replicas: on this rank.
         capacity_tokens: of each of the two queues.
     """
 
-    def __init__(self, figures: PipelineFigures, num_replicas: int, capacity_tokens: int) -> None:
-        self.figures = figures
+    def __init__(self, state: PoolState, num_replicas: int, capacity_tokens: int) -> None:
+        self.state = state
         self.num_replicas = num_replicas
         self.capacity_tokens = capacity_tokens
         self.verdict = ""
         self._decoding_seconds = 0.0
+        self._stored_until = 0  # delivered batches, up to which they had been read while nobody took any
         self._start_interval()
 
     def _start_interval(self) -> None:
-        self._begin, self._before = time.perf_counter(), self.figures.up_to_now()
+        self._begin, self._before = time.perf_counter(), self.state.figures_now()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out what came before."""
@@ -43,6 +44,7 @@ class PipelineMetrics(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start anew: while the drafter validates, the queues fill and nobody waits for it."""
         self._start_interval()
+        self._stored_until = self._before.brought
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
@@ -51,11 +53,11 @@ class PipelineMetrics(Callback):
         if not (completes_step(trainer, batch_idx) and completes_interval(trainer)):
             return
         assert isinstance(pl_module, DFlashModule)
-        if pl_module.decoding_seconds != self._decoding_seconds:  # as after a validation
-            self._decoding_seconds = pl_module.decoding_seconds
-            self._start_interval()
-            return
-        now, before, seconds = self.figures.up_to_now(), self._before, time.perf_counter() - self._begin
+        now, before, seconds = self.state.figures_now(), self._before, time.perf_counter() - self._begin
+        has_decoded = pl_module.decoding_seconds != self._decoding_seconds  # on rank 0; the others waited for it
+        # Queues that filled during a validation or a decoding, or that nothing follows, hide who is slow.
+        remaining = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        is_stored = before.delivered < self._stored_until or now.brought - now.delivered >= remaining
         delivered = max(now.delivered - before.delivered, 1)
         shares = torch.tensor(
             [
@@ -64,11 +66,18 @@ class PipelineMetrics(Callback):
                 (now.target_wait_seconds - before.target_wait_seconds) / seconds / self.num_replicas,
                 (now.drafter_wait_seconds - before.drafter_wait_seconds) / seconds,
                 (now.transfer_seconds - before.transfer_seconds) / seconds / self.num_replicas,
+                has_decoded,
+                is_stored,
             ],
             dtype=torch.float64,
         )
         shares = sum_over_ranks(trainer, shares) / trainer.world_size
-        q_pre, q_hs, target_wait, drafter_wait, transfer = shares.tolist()
+        q_pre, q_hs, target_wait, drafter_wait, transfer, any_decoded, any_stored = shares.tolist()
+        self._start_interval()
+        if any_decoded:  # as after a validation
+            self._decoding_seconds = pl_module.decoding_seconds
+            self._stored_until = self._before.brought
+            return
         metrics = {
             metric_names.PIPELINE_Q_PRE: q_pre,
             metric_names.PIPELINE_Q_HS: q_hs,
@@ -77,6 +86,8 @@ class PipelineMetrics(Callback):
             metric_names.PIPELINE_TRANSFER: transfer,
         }
         log_metrics(trainer, pl_module, metrics)
+        if any_stored:
+            return
         verdict, advice = judge(target_wait, drafter_wait, q_pre)
         if trainer.is_global_zero and verdict != self.verdict:
             print(
@@ -85,7 +96,6 @@ class PipelineMetrics(Callback):
                 flush=True,
             )
         self.verdict = verdict
-        self._start_interval()
 
 
 def judge(target_wait: float, drafter_wait: float, q_pre: float) -> tuple[str, str]:

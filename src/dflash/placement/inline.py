@@ -69,12 +69,15 @@ class FedLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.loader:
-            fed = batch.to(self.target.device)
-            fed.hidden = self.cache.find(fed)
-            if fed.hidden is None:
-                fed.hidden = self.target.hidden_states(fed.input_ids, fed.cu_seqlens)
-                self.cache.keep(fed)
-            yield fed
+            yield self._fed(batch)  # bound to no name: this frame would keep its states until the next ones are there
+
+    def _fed(self, batch: Batch) -> Batch:
+        fed = batch.to(self.target.device)
+        fed.hidden = self.cache.find(fed)
+        if fed.hidden is None:
+            fed.hidden = self.target.hidden_states(fed.input_ids, fed.cu_seqlens)
+            self.cache.keep(fed)
+        return fed
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]

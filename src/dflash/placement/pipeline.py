@@ -1,7 +1,6 @@
 """Batches through several replicas of the target: a thread each, bounded queues, delivery in the loader's order.
 
-All state of all pipelines that count into the same figures lies behind one lock: batches are few and large, so nobody
-waits long for it.
+All state lies behind one lock, which the passes of a pool share: batches are few and large, nobody waits long for it.
 """
 
 import threading
@@ -28,23 +27,38 @@ Route = Callable[[Batch, Sequence[float]], list[Part]]
 class PipelineFigures:
     """Who waited for whom, and how full the queues were; counted from when the pipeline was opened."""
 
+    brought: int = 0  # batches, by the loader
     drafter_wait_seconds: float = 0.0
     target_wait_seconds: float = 0.0  # of all replicas together
     transfer_seconds: float = 0.0  # of states to the drafter's device, likewise
     most_waiting_tokens: int = 0  # in q_pre
     most_states_tokens: int = 0  # in q_hs, what is being computed included
-    delivered: int = 0  # batches
+    delivered: int = 0  # batches, to the drafter
     waiting_tokens_sum: int = 0  # in q_pre, when a batch was delivered
     states_tokens_sum: int = 0  # in q_hs, likewise
     waiting_since: dict[int, float] = field(default_factory=dict)  # thread -> when, of those that wait right now
-    lock: threading.Lock = field(default_factory=threading.Lock)  # training and validation count at the same time
 
-    def up_to_now(self) -> "PipelineFigures":
+
+@dataclass
+class PoolState:
+    """What the passes of a pool have in common: while one validates, that of training reads ahead.
+
+    Attributes:
+        changed: the lock, and what is notified whenever anything behind it changes.
+        figures: of all passes together.
+        error: the first one of any thread; it ends all passes.
+    """
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    figures: PipelineFigures = field(default_factory=PipelineFigures)
+    error: BaseException | None = None
+
+    def figures_now(self) -> PipelineFigures:
         """A copy that counts the waits that go on, too."""
-        with self.lock:
-            now = time.perf_counter()
-            waited = self.target_wait_seconds + sum(now - begin for begin in self.waiting_since.values())
-            return replace(self, target_wait_seconds=waited, waiting_since={}, lock=threading.Lock())
+        with self.changed:
+            figures, now = self.figures, time.perf_counter()
+            waited = figures.target_wait_seconds + sum(now - begin for begin in figures.waiting_since.values())
+            return replace(figures, target_wait_seconds=waited, waiting_since={})
 
 
 class Pipeline:
@@ -58,7 +72,7 @@ class Pipeline:
         route: says which replica reads a batch, or which parts of it.
         hang_timeout_seconds: the longest wait for a batch before the run ends.
         threads_per_replica: of replicas on the CPU; None: as many as the thread that iterates has.
-        figures: counted up.
+        state: that it shares with other passes.
     """
 
     def __init__(
@@ -71,20 +85,19 @@ class Pipeline:
         route: Route,
         hang_timeout_seconds: float,
         threads_per_replica: int | None = None,
-        figures: PipelineFigures,
+        state: PoolState,
     ) -> None:
         self.loader = loader
         self.replicas = replicas
         self.device = device
         self.route = route
         self.hang_timeout_seconds = hang_timeout_seconds
-        self.figures = figures
-        self.changed = threading.Condition(figures.lock)
+        self.state, self.changed, self.figures = state, state.changed, state.figures
         self.queues: Queues[Batch] = Queues(len(replicas), capacity_tokens)
         self.hidden: dict[int, Tensor] = {}  # states of whole batches, by number
         self.parts: dict[int, list[tuple[IntArray, Tensor]]] = defaultdict(list)  # of those that are still in parts
-        self.error: BaseException | None = None
         self.is_stopping = False
+        self.is_hanging = False
         self.threads: list[threading.Thread] = []
         self.threads_per_replica = threads_per_replica
         self.num_threads = torch.get_num_threads()  # which a new thread would not know of
@@ -97,8 +110,8 @@ class Pipeline:
             self._start(f"dflash-target-{number}", self._work, number)
         try:
             number = 0
-            while (fed := self._deliver(number)) is not None:
-                yield fed
+            while self._is_next(number):
+                yield self._deliver(number)  # bound to no name: this frame would keep its states until the next one
                 number += 1
         finally:
             self.stop()
@@ -107,16 +120,18 @@ class Pipeline:
         """End all threads, in the thread that iterates; more than once does no harm.
 
         A loop that is left early, as Lightning's at the last step, drops its iterator whenever it likes: whoever
-        wants the threads gone calls this.
+        wants the threads gone calls this. A thread that hangs, or is at work for too long, is left behind.
         """
         with self.changed:
             self.is_stopping = True
             self.changed.notify_all()
         if not self.threads:
             return
-        deadline = time.monotonic() + _JOIN_SECONDS
+        deadline = time.monotonic() + (0.0 if self.is_hanging else _JOIN_SECONDS)
         while self.threads:
             self.threads.pop().join(max(deadline - time.monotonic(), 0.0))
+        self.hidden.clear()
+        self.parts.clear()
         if self.threads_per_replica is not None:
             use_common_threads(self.num_threads)
 
@@ -130,7 +145,7 @@ class Pipeline:
             body(*arguments)
         except BaseException as error:  # whatever it is, the drafter's thread has to raise it
             with self.changed:
-                self.error = self.error or error
+                self.state.error = self.state.error or error
                 self.is_stopping = True
                 self.changed.notify_all()
 
@@ -148,6 +163,7 @@ class Pipeline:
                 parts = self.route(batch, loads)  # outside the lock: of thousands of samples it takes its time
                 with self.changed:
                     queues.put(number - 1, batch, tokens, parts)
+                    self.figures.brought += 1
                     self.figures.most_waiting_tokens = max(self.figures.most_waiting_tokens, queues.waiting_tokens)
                     self.changed.notify_all()
         with self.changed:
@@ -194,22 +210,27 @@ class Pipeline:
             self.queues.complete(job)
             self.changed.notify_all()
 
-    def _deliver(self, number: int) -> Batch | None:
-        """Batch `number`, or None where the loader has no more; raises what any thread has raised."""
-        queues, figures = self.queues, self.figures
+    def _is_next(self, number: int) -> bool:
+        """Whether there is a batch `number`: waits until it is ready; raises what any thread has raised."""
+        queues, state = self.queues, self.state
         with self.changed:
             begin = time.perf_counter()
             is_in_time = self.changed.wait_for(
-                lambda: self.error is not None or queues.is_ready(number) or queues.num_batches == number,
+                lambda: state.error is not None or queues.is_ready(number) or queues.num_batches == number,
                 timeout=self.hang_timeout_seconds,
             )
-            figures.drafter_wait_seconds += time.perf_counter() - begin
-            if self.error is not None:
-                raise self.error
+            self.figures.drafter_wait_seconds += time.perf_counter() - begin
+            if state.error is not None:
+                raise state.error
             if not is_in_time:
+                self.is_hanging = True
                 raise RuntimeError(self._hang_text(number))
-            if not queues.is_ready(number):
-                return None
+            return queues.is_ready(number)
+
+    def _deliver(self, number: int) -> Batch:
+        """Batch `number`, which is ready, on the drafter's device."""
+        queues, figures = self.queues, self.figures
+        with self.changed:
             figures.delivered += 1
             figures.waiting_tokens_sum += queues.waiting_tokens
             figures.states_tokens_sum += queues.states_tokens
@@ -227,7 +248,9 @@ class Pipeline:
             f"replica {replica} on {self.replicas[replica].target.device} hangs in it"
             for replica in self.queues.is_read_by(number)
         ]
-        where = ", ".join([*waits, *reads]) or "the loader has not brought it"
+        is_brought = number < self.queues.num_brought
+        rest = "its parts are being put together" if is_brought else "the loader has not brought it"
+        where = ", ".join([*waits, *reads]) or rest
         return (
             f"Batch {number} of this pass did not come within placement.hang_timeout_seconds="
             f"{self.hang_timeout_seconds:g}: {where}."

@@ -10,7 +10,7 @@ import torch
 from dflash.batch import Batch
 from dflash.checks import check_integer, check_positive
 from dflash.cost import CostModel
-from dflash.placement.pipeline import Pipeline, PipelineFigures
+from dflash.placement.pipeline import Pipeline, PoolState
 from dflash.placement.queues import Part
 from dflash.placement.replica import Replica
 from dflash.placement.routing import ROUTINGS, route_batch
@@ -40,7 +40,7 @@ class PoolPlacement:
     Attributes:
         ends: the target's embedding and LM head, on the drafter's device; once `open` has been called.
         replicas: of this rank; once `open` has been called.
-        figures: who waited for whom.
+        state: who waited for whom, and the first error.
     """
 
     ends: TargetEnds
@@ -78,7 +78,7 @@ class PoolPlacement:
         self.queued_batches = queued_batches
         self.threads_per_replica = threads_per_replica
         self.hang_timeout_seconds = hang_timeout_seconds
-        self.figures = PipelineFigures()
+        self.state = PoolState()
         self.devices: list[torch.device] = []
         self.replicas: list[Replica] = []
         self.pipelines: WeakSet[Pipeline] = WeakSet()  # that have been iterated and not been forgotten
@@ -181,7 +181,7 @@ class PooledLoader:
             route=pool.route,
             threads_per_replica=pool.threads_per_replica,
             hang_timeout_seconds=pool.hang_timeout_seconds,
-            figures=pool.figures,
+            state=pool.state,
         )
         pool.pipelines.add(pipeline)
         return iter(pipeline)
@@ -204,9 +204,12 @@ def replica_devices(targets: str | Sequence[str], drafters: Sequence[torch.devic
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         devices = [device for device in devices if device not in drafters]
         if not devices:
+            found = f"of {torch.cuda.device_count()} CUDA devices, drafters take {len(drafters)}: none is left"
+            advice = "Lower trainer.devices, the number of drafters; set placement=inline"
+            if drafters[0].type == "cpu":
+                found, advice = "there is no CUDA device", "Set placement=inline"
             raise ValueError(
-                "placement.targets=auto found no CUDA device beside the drafter's. Set placement=inline, or name "
-                "devices: placement.targets=[cpu,cpu]."
+                f"placement.targets=auto: {found} for targets. {advice}; or name devices: placement.targets=[cpu,cpu]."
             )
         return devices
     devices = []

@@ -47,6 +47,7 @@ class Queues(Generic[Item]):
         waiting_tokens: in q_pre.
         states_tokens: in q_hs, what is being computed included.
         loads: predicted cost of what each replica has before it, 0 where it is idle.
+        num_brought: batches, so far.
         num_batches: that the loader had, once it has ended.
     """
 
@@ -55,6 +56,7 @@ class Queues(Generic[Item]):
         self.waiting_tokens = 0
         self.states_tokens = 0
         self.loads = [0.0] * num_replicas
+        self.num_brought = 0
         self.num_batches: int | None = None
         self._of_replicas: list[deque[tuple[Job[Item], Part]]] = [deque() for _ in range(num_replicas)]
         self._not_started: dict[int, int] = {}  # number -> tokens, of what q_pre holds
@@ -73,6 +75,7 @@ class Queues(Generic[Item]):
             self.loads[part.replica] += part.cost
         self.waiting_tokens += tokens
         self._not_started[number] = tokens
+        self.num_brought += 1
 
     def may_start(self, replica: int) -> bool:
         """Whether the replica has something to read, and q_hs room for it.

@@ -1,6 +1,7 @@
 """The report of `python -m dflash.plan topology=...`: `topology.csv`, `topology.png`, a table and a line in words."""
 
 import csv
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,21 @@ def measured_of(config: DictConfig) -> Measured | None:
     return Measured(**{str(key): value for key, value in config.calibration.items()})
 
 
-def study(scenario: Scenario, config: DictConfig, cost: CostModel, out_folder: Path) -> None:
-    """Simulate, and write the result below `out_folder`."""
+def study(
+    scenario: Scenario, config: DictConfig, cost: CostModel, out_folder: Path, mixing_samplers: Collection[str]
+) -> Case:
+    """Simulate, and write the result below `out_folder`.
+
+    Args:
+        scenario: what is trained on.
+        config: of the plan.
+        cost: what batches take.
+        out_folder: exists.
+        mixing_samplers: those that mix as well as wanted; the best case is one of them, if there are any.
+
+    Returns:
+        The case with most real tokens a second.
+    """
     named = topologies_of(config)
     total = len(scenario.samplers) * len(named) * len(config.simulation.routings)
     with tqdm(total=total, desc="simulating", unit="case") as bar:
@@ -78,11 +92,13 @@ def study(scenario: Scenario, config: DictConfig, cost: CostModel, out_folder: P
         table = csv.DictWriter(file, list(_COLUMNS))
         table.writeheader()
         table.writerows(rows)
-    best = max(cases, key=lambda case: case.outcome.real_tokens_per_s)
+    of_mixing = [case for case in cases if case.sampler in mixing_samplers]
+    best = max(of_mixing or cases, key=lambda case: case.outcome.real_tokens_per_s)
     plot_topologies(rows, [_detail(case) for case in cases if case.topology == named[0]], out_folder / "topology.png")
     shown = [["-" if row[c] is None else form.format(row[c]) for c, form in _COLUMNS.items()] for row in rows]
-    print(f"\n{text_table(list(_COLUMNS), shown)}\n\n{_in_words(best, cost)}")
-    print(f"\n{out_folder / 'topology.csv'}\n{out_folder / 'topology.png'}")
+    print(f"\n{text_table(list(_COLUMNS), shown)}\n\n{out_folder / 'topology.csv'}\n{out_folder / 'topology.png'}")
+    print(f"\n{_in_words(best, cost, bool(of_mixing))}", flush=True)
+    return best
 
 
 def _detail(case: Case) -> dict[str, Any]:
@@ -90,13 +106,14 @@ def _detail(case: Case) -> dict[str, Any]:
     return {**case.row(), "trace": case.outcome.trace, "idle": idle_shares(case.outcome)}
 
 
-def _in_words(best: Case, cost: CostModel) -> str:
+def _in_words(best: Case, cost: CostModel, mixes: bool) -> str:
     outcome = best.outcome
     routed = "" if best.routing == "-" else f" with placement.routing={best.routing}"
     idle = "" if outcome.target_idle is None else f", its targets {outcome.target_idle:.0%}"
+    among = " of those that mix as wanted" if mixes else ""
     lines = [
-        f"Most real tokens/s: {best.sampler}{routed} on {best.topology}; its drafters idle {outcome.drafter_idle:.0%} "
-        f"of the time{idle}."
+        f"Most real tokens/s{among}: {best.sampler}{routed} on {best.topology}; its drafters idle "
+        f"{outcome.drafter_idle:.0%} of the time{idle}."
     ]
     if (cost.target_per_token, cost.drafter_per_anchor) == (CostModel().target_per_token, 0.0):
         lines.append(

@@ -11,6 +11,8 @@ from dflash.samplers.limits import BatchLimits, IntArray
 from dflash.simulation.pipeline import Machine, Outcome, SimulatedBatch, simulate
 
 _BISECTIONS = 18
+_CALIBRATION_ROUNDS = 8
+_CALIBRATED_WITHIN = 0.005
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,20 @@ class Topology:
     def targets_of_ranks(self) -> tuple[int, ...]:
         """Targets are dealt in turn, as `placement=pool` does."""
         return tuple(len(range(rank, self.targets, self.drafters)) for rank in range(self.drafters))
+
+    def train_overrides(self, routing: str, batches_per_step: int) -> list[str]:
+        """Of `dflash.train`, on one machine: drafters are on its first GPUs, targets on the next."""
+        accumulate = f"trainer.accumulate_grad_batches={accumulated(batches_per_step, self.drafters)}"
+        if not self.targets:
+            return [f"trainer.devices={self.drafters}", accumulate]
+        targets = ",".join(f"cuda:{gpu}" for gpu in range(self.drafters, self.drafters + self.targets))
+        pool = ["placement=pool", f"placement.targets=[{targets}]", f"placement.routing={routing}"]
+        return [*pool, f"trainer.devices={self.drafters}", accumulate]
+
+
+def accumulated(batches_per_step: int, ranks: int) -> int:
+    """Batches of a rank to an optimizer step that has so many in all, as near as can be."""
+    return max(round(batches_per_step / ranks), 1)
 
 
 @dataclass(frozen=True)
@@ -103,12 +119,9 @@ class Scenario:
             targets_of_ranks=topology.targets_of_ranks,
             cost=cost,
             routing=routing,
-            accumulate=self._accumulate(topology.drafters),
+            accumulate=accumulated(self.batches_per_step, topology.drafters),
         )
         return simulate(self.batches_of_ranks(sampler, topology.drafters), machine)
-
-    def _accumulate(self, ranks: int) -> int:
-        return max(round(self.batches_per_step / ranks), 1)
 
     def batches_of_ranks(self, sampler: str, ranks: int) -> list[list[SimulatedBatch]]:
         """Batches of every rank in the order of the plan; plans are made once."""
@@ -120,7 +133,7 @@ class Scenario:
                 seed=self.seed,
                 epoch=0,
                 world_size=ranks,
-                accumulate=self._accumulate(ranks),
+                accumulate=accumulated(self.batches_per_step, ranks),
             )
             self._batches[sampler, ranks] = self._simulated(plan)
         return self._batches[sampler, ranks]
@@ -186,8 +199,9 @@ class Measured:
 def calibrate(scenario: Scenario, cost: CostModel, measured: Measured) -> CostModel:
     """The cost model, in seconds, with which the simulation gives the two measured throughputs.
 
-    The target's cost is scaled, its proportions kept, so that `random` comes out with a drafter that costs nothing;
-    then the drafter's cost of an anchor is raised until it holds `sorted` down to what was measured.
+    In turn: the target's cost is scaled, its proportions kept, until `random` comes out; then the drafter's cost of an
+    anchor is raised from nothing until it holds `sorted` down to what was measured. Where random waits for targets
+    only, once is enough.
 
     Args:
         scenario: has the samplers `random` and `sorted`.
@@ -201,36 +215,56 @@ def calibrate(scenario: Scenario, cost: CostModel, measured: Measured) -> CostMo
         if name not in scenario.samplers:
             raise ValueError(f"calibration needs the sampler {name}: add it to samplers.")
     topology = Topology.parse(measured.topology)
-    free = replace(cost, drafter_per_anchor=0.0, drafter_per_batch=0.0)
-    scale = scenario.run("random", "least_loaded", topology, free).real_tokens_per_s / measured.random
-    free = replace(
-        free,
-        target_per_token=free.target_per_token * scale,
-        target_per_token_squared=free.target_per_token_squared * scale,
-        per_batch=free.per_batch * scale,
+
+    def rate(sampler: str, cost: CostModel) -> float:
+        return scenario.run(sampler, "least_loaded", topology, cost).real_tokens_per_s
+
+    cost = replace(cost, drafter_per_anchor=0.0, drafter_per_batch=0.0)
+    for _ in range(_CALIBRATION_ROUNDS):
+        cost = _with_scaled_target(cost, rate("random", cost) / measured.random)
+        cost = replace(cost, drafter_per_anchor=_drafter_per_anchor(scenario, cost, topology, measured.sorted))
+        of_random = rate("random", cost)
+        if abs(of_random / measured.random - 1) < _CALIBRATED_WITHIN:
+            return cost
+    raise ValueError(
+        f"calibration: a drafter that holds sorted at {measured.sorted:,.0f} real tokens/s holds random at "
+        f"{of_random:,.0f}, where {measured.random:,.0f} were measured. Check the two and the lengths, or fit the "
+        "cost model with profile=true."
     )
 
-    def of_sorted(drafter_per_anchor: float) -> Outcome:
-        return scenario.run("sorted", "least_loaded", topology, replace(free, drafter_per_anchor=drafter_per_anchor))
 
-    most = of_sorted(0.0)
-    if most.real_tokens_per_s < measured.sorted:
+def _with_scaled_target(cost: CostModel, factor: float) -> CostModel:
+    return replace(
+        cost,
+        target_per_token=cost.target_per_token * factor,
+        target_per_token_squared=cost.target_per_token_squared * factor,
+        per_batch=cost.per_batch * factor,
+    )
+
+
+def _drafter_per_anchor(scenario: Scenario, cost: CostModel, topology: Topology, of_sorted: float) -> float:
+    """With which the sorted sampler gets `of_sorted` real tokens/s; by bisection."""
+
+    def run(drafter_per_anchor: float) -> Outcome:
+        return scenario.run("sorted", "least_loaded", topology, replace(cost, drafter_per_anchor=drafter_per_anchor))
+
+    most = run(0.0)
+    if most.real_tokens_per_s < of_sorted:
         raise ValueError(
-            f"calibration: with targets that give random {measured.random:,.0f} real tokens/s, sorted gets "
-            f"{most.real_tokens_per_s:,.0f} at most, below the measured {measured.sorted:,.0f}. Check the two, the "
-            "lengths, and cost.target_per_token_squared."
+            f"calibration: with targets that give random what was measured, sorted gets {most.real_tokens_per_s:,.0f} "
+            f"real tokens/s at most, below the measured {of_sorted:,.0f}. Check the two, the lengths, and "
+            "cost.target_per_token_squared."
         )
-    anchors = sum(
-        batch.anchors for batches in scenario.batches_of_ranks("sorted", topology.drafters) for batch in batches
-    )
-    low, high = 0.0, most.real_tokens / measured.sorted / anchors * topology.drafters
+    of_ranks = scenario.batches_of_ranks("sorted", topology.drafters)
+    anchors = sum(batch.anchors for batches in of_ranks for batch in batches)
+    low, high = 0.0, most.real_tokens / of_sorted / anchors * topology.drafters
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if of_sorted(middle).real_tokens_per_s > measured.sorted:
+        if run(middle).real_tokens_per_s > of_sorted:
             low = middle
         else:
             high = middle
-    return replace(free, drafter_per_anchor=(low + high) / 2)
+    return (low + high) / 2
 
 
 def idle_shares(outcome: Outcome) -> dict[str, float]:
