@@ -145,6 +145,9 @@ def run(config: DictConfig, run_folder: Path) -> int:
     frozen_target = FrozenTarget(target_model(), drafter.target_layer_ids, target_device, target.prefill_chunk)
     if plan.packed:
         frozen_target.check_packing()
+    elif limits.max_samples != 1:
+        longest = max(limits.planned_lengths(samples.lengths).max() for samples in (train_samples, val_samples))
+        frozen_target.check_padding(int(limits.padded_lengths(longest)))
     placement.open(frozen_target)
     if not config.init_from:
         drafter.scale_initial_logits(placement.ends.head)

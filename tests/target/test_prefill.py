@@ -62,6 +62,21 @@ def test_a_target_that_can_not_be_read_in_pieces_is_refused(config: PretrainedCo
         FrozenTarget(model, [0, 2]).check_packing()
 
 
+def test_rows_that_would_change_a_shorter_samples_rotary_embedding_are_refused() -> None:
+    config = Phi3Config(**GROUPED, rope_parameters=_LONG, original_max_position_embeddings=16)
+    target = FrozenTarget(random_model(config), [0, 2])
+    ids = torch.arange(3, 11)[None]
+    alone, in_16, in_17 = (
+        target.hidden_states(torch.nn.functional.pad(ids, (0, width - 8)))[:, :8] for width in (8, 16, 17)
+    )
+    torch.testing.assert_close(in_16, alone, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(in_17, alone, rtol=1e-2)
+    target.check_padding(16)
+    with pytest.raises(ValueError, match=r"phi3 .*longrope.* more than 16 tokens, and rows of up to 17 .*_tokens=16"):
+        target.check_padding(17)
+    FrozenTarget(random_model(ARCHITECTURES["qwen3"]), [0, 2]).check_padding(10**6)
+
+
 def test_packing_is_checked_in_one_pass_whatever_the_chunk() -> None:
     model = random_model(ARCHITECTURES["gemma2 with soft-cap"])
     with pytest.raises(ValueError, match="architecture gemma2"):

@@ -251,5 +251,5 @@ def copy_of(target: FrozenTarget, device: torch.device) -> FrozenTarget:
             weight if device == target.device else torch.nn.Parameter(weight.to(device), weight.requires_grad)
         )
     for buffer in target.model.buffers():
-        moved[id(buffer)] = buffer.to(device)
+        moved[id(buffer)] = buffer.to(device, copy=True)  # some rotary embeddings change theirs with every pass
     return FrozenTarget(copy.deepcopy(target.model, moved), target.layer_ids, device, target.prefill_chunk)

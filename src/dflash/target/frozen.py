@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash.batch import packed_position_ids
 from dflash.target.varlen import packed_attention
@@ -143,6 +143,26 @@ class FrozenTarget:
         if from_alone > max(16 * epsilon, 1e-3) or from_company > max(4 * epsilon, 1e-5):
             raise ValueError(_no_packing_text(config.model_type, "its samples are not read as if each were alone"))
 
+    def check_padding(self, longest_tokens: int) -> None:
+        """Make sure that a sample's states do not depend on the width that it is padded to.
+
+        Args:
+            longest_tokens: of any row, padding included.
+
+        Raises:
+            ValueError: rows of this width change the rotary embedding of shorter samples beside them.
+        """
+        config = self.model.config.get_text_config()
+        for rope in _ropes_that_change(config):
+            unchanged = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            if longest_tokens > unchanged:
+                raise ValueError(
+                    f"The target's architecture {config.model_type} has a rotary embedding ({rope['rope_type']}) that "
+                    f"is another one in passes over more than {unchanged} tokens, and rows of up to {longest_tokens} "
+                    "would change it for shorter samples beside them. Set data.max_length_tokens="
+                    f"{unchanged} (longer samples are cut or left out, and counted), or batch.max_samples=1."
+                )
+
     @contextmanager
     def capturing(self, *, stop_after_last: bool = False) -> Iterator[dict[int, Tensor]]:
         """While it lasts, forward passes of the model leave the captured layers' states in the dict that it gives.
@@ -175,13 +195,16 @@ def _why_not_in_pieces(model: PreTrainedModel) -> str | None:
     """Why it is wrong to read several samples in one row, or one sample in several passes; None where it is right."""
     if getattr(model, "_is_stateful", False):  # transformers' mark of recurrent layers
         return "it keeps a state that crosses from sample to sample"
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {
-        of_kind.get("rope_type") for of_kind in rope.values() if isinstance(of_kind, dict)
-    }
-    if kinds & {"dynamic", "longrope"}:
+    if _ropes_that_change(model.config.get_text_config()):
         return "its rotary embedding changes with the longest position of a pass"
     return None
+
+
+def _ropes_that_change(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Parameters of the rotary embeddings, one or one a kind of layer, that depend on a pass's longest position."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_kinds = [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]
+    return [of_kind for of_kind in of_kinds if of_kind.get("rope_type") in ("dynamic", "longrope")]
 
 
 def _passes(bounds: Sequence[int], longest: int | None) -> Iterator[tuple[int, int, bool]]:
