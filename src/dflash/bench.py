@@ -47,18 +47,17 @@ def bench(config: DictConfig, out_folder: Path) -> None:
     import torch
 
     from dflash.benchmarks.setup import training_steps
-    from dflash.config import instantiate
+    from dflash.config import instantiate, named_options
     from dflash.measuring import matrix_peak
     from dflash.memory import keep_freed_memory
-    from dflash.samplers.choice import named_samplers
 
     keep_freed_memory()
     for key in ("rounds", "batches_per_round", "matrix_size"):
         check_integer(key, config[key], 1)
     config.batch.probe_first = True  # peak memory is that of the first batch
-    samplers = named_samplers(config.samplers, config.cost) if config.samplers else {}
+    samplers = named_options("samplers", config.samplers, config) if config.samplers else {}
     sizes = instantiate(config.kernels) if config.kernels else None
-    placements = named_placements(config) if config.placements else {}
+    placements = named_options("placements", config.placements, config) if config.placements else {}
     if not samplers and not sizes and not placements:
         raise ValueError("samplers=[], kernels=null and placements=[] leave nothing to measure. Give one of them.")
     steps = training_steps(config)
@@ -132,44 +131,20 @@ def bench_kernels(
     _write_table(KernelRow, rows, out_folder / "kernels.csv")
 
 
-def named_placements(config: DictConfig) -> dict[str, "Placement"]:
-    """The placements of `config.placements`: an option of the group, and key=value of what differs from its defaults.
-
-    Raises:
-        ValueError: a name that is no placement; a value that can not be.
-    """
-    from dflash.config import CONF_DIR, instantiate
-
-    options = sorted(path.stem for path in Path(CONF_DIR, "placement").glob("*.yaml"))
-    named = {}
-    for name in map(str, config.placements):
-        option, *overrides = name.split()
-        if option not in options:
-            raise ValueError(f"placements: {name!r} is unknown. Allowed: {', '.join(options)}.")
-        node = OmegaConf.load(Path(CONF_DIR, "placement", f"{option}.yaml"))
-        node = OmegaConf.merge(node, OmegaConf.from_dotlist(overrides))
-        whole = OmegaConf.create({"cost": config.cost, "batch": config.batch, "placement": node})
-        named[name] = instantiate(whole.placement)
-    return named
-
-
 def bench_placements(
     steps: "TrainingSteps", placements: "dict[str, Placement]", config: DictConfig, out_folder: Path
 ) -> None:
     """Whole steps under every placement, measured and simulated: `placements.csv`."""
-    from dflash.benchmarks.fit import NUM_LENGTHS, REPEATS, SHARES, fit_cost
+    from dflash.benchmarks.fit import show_fitted_cost
     from dflash.benchmarks.placements import PlacementRow, measure_placements
+    from dflash.config import named_options
     from dflash.data.schedule import plan_samples
-    from dflash.samplers.choice import named_samplers
 
-    (sampler,) = named_samplers(OmegaConf.create([config.placement_sampler]), config.cost).values()
+    (sampler,) = named_options("samplers", OmegaConf.create([config.placement_sampler]), config).values()
     plan = plan_samples(
         sampler, steps.dataset, steps.limits, seed=config.seed, epoch=0, world_size=1, accumulate=1
     )  # fmt: skip
-    with _progress(NUM_LENGTHS * len(SHARES) * REPEATS) as on_turn:
-        cost, explained = fit_cost(steps, lambda: on_turn("fitting the cost model"))
-    fitted = " ".join(f"cost.{key}={value:.4g}" for key, value in asdict(cost).items())
-    print(f"fitted, in seconds (explains {explained:.1%} of what the steps took): {fitted}", flush=True)
+    cost = show_fitted_cost(steps)
     with _progress(len(placements) * (config.rounds + 1)) as on_turn:
         rows = measure_placements(
             steps,

@@ -54,6 +54,37 @@ def instantiate(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
+def named_options(key: str, names: Any, config: DictConfig) -> dict[str, Any]:
+    """Several options of a config group, made and by name, where they are compared.
+
+    Args:
+        key: of the list: `samplers`, `placements`. The group is called so without its s.
+        names: each an option, and after it key=value of what differs from its defaults:
+            `bucketed boundaries=optimal num_buckets=20`.
+        config: has the groups `cost` and `batch`, which some of them read.
+
+    Raises:
+        ValueError: no list of names, or a name that is no option; a value that can not be.
+    """
+    group = key.removesuffix("s")
+    options = sorted(path.stem for path in Path(CONF_DIR, group).glob("*.yaml"))
+    if not OmegaConf.is_list(names) or not len(names):
+        raise ValueError(f"{key}={names}: expected a list, for example {key}=[{','.join(options[:3])}].")
+    named = {}
+    for name in map(str, names):
+        option, *overrides = name.split()
+        if option not in options:
+            raise ValueError(
+                f"{key}: {name!r} is unknown. Allowed: {', '.join(options)}, each followed by key=value where it "
+                f"differs from its defaults.{suggestion(option, options)}"
+            )
+        node = OmegaConf.load(Path(CONF_DIR, group, f"{option}.yaml"))
+        node = OmegaConf.merge(node, OmegaConf.from_dotlist(overrides))
+        whole = OmegaConf.create({"cost": config.cost, "batch": config.batch, group: node})
+        named[name] = instantiate(whole[group])
+    return named
+
+
 def check_arguments(node: DictConfig) -> None:
     """Refuse keys that the class or function named by `_target_` does not take.
 

@@ -1,6 +1,6 @@
 """What a batch costs (group `cost`): one model for bucket boundaries, for dealing to ranks and for judging plans."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -40,6 +40,10 @@ class CostModel:
         check_positive("cost.target_per_token", self.target_per_token)
         for key in ("target_per_token_squared", "drafter_per_anchor", "per_batch", "drafter_per_batch"):
             check_not_negative(f"cost.{key}", getattr(self, key))
+
+    def __str__(self) -> str:
+        """As overrides of a command line."""
+        return " ".join(f"cost.{key}={value:.4g}" for key, value in asdict(self).items())
 
     def target(self, tokens: Number, squared_lengths: Number) -> Number:
         """Of one pass of the target.

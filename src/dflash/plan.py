@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dflash.checks import check_fraction, check_integer, check_not_negative, check_positive
 from dflash.command import command
-from dflash.config import CONF_DIR, instantiate
+from dflash.config import CONF_DIR, instantiate, named_options
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,7 +73,6 @@ def plan(config: DictConfig, out_folder: Path, overrides: list[str]) -> None:
     from dflash.report.plots import plot_plan
     from dflash.report.tables import text_table
     from dflash.samplers.bucketed import BucketedSampler
-    from dflash.samplers.choice import named_samplers
     from dflash.simulation.study import measured_of, study
     from dflash.simulation.topologies import Topology, calibrate
 
@@ -82,7 +81,7 @@ def plan(config: DictConfig, out_folder: Path, overrides: list[str]) -> None:
     if config.profile:
         cost = _fitted(config)
         config.cost = {**config.cost, **asdict(cost)}
-    samplers = named_samplers(config.samplers, config.cost)
+    samplers = named_options("samplers", config.samplers, config)
     lengths, num_anchorable = _lengths(config)
     print(
         f"{len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, {lengths.sum():,} in all; "
@@ -93,9 +92,9 @@ def plan(config: DictConfig, out_folder: Path, overrides: list[str]) -> None:
     if scenario and (measured := measured_of(config)):
         cost = calibrate(scenario, cost, measured)
         config.cost = {**config.cost, **asdict(cost)}  # samplers go by it, and so would the run that is advised
-        samplers = named_samplers(config.samplers, config.cost)
+        samplers = named_options("samplers", config.samplers, config)
         scenario = _simulated_scenario(config, samplers, lengths, num_anchorable, limits)
-        print("calibrated, in seconds:  " + " ".join(f"cost.{key}={value:.4g}" for key, value in asdict(cost).items()))
+        print(f"calibrated, in seconds:  {cost}", flush=True)
     rows = []
     for name, sampler in samplers.items():
         rows.append(_row(config, name, sampler, lengths, num_anchorable, limits, cost))
@@ -248,19 +247,12 @@ def _lengths(config: DictConfig) -> "tuple[NDArray[Any], NDArray[Any]]":
 
 def _fitted(config: DictConfig) -> "CostModel":
     """The cost model of this machine, from a short run."""
-    from tqdm import tqdm
-
-    from dflash.benchmarks.fit import NUM_LENGTHS, REPEATS, SHARES, fit_cost
+    from dflash.benchmarks.fit import show_fitted_cost
     from dflash.benchmarks.setup import training_steps
     from dflash.memory import keep_freed_memory
 
     keep_freed_memory()
-    steps = training_steps(config)
-    with tqdm(total=NUM_LENGTHS * len(SHARES) * REPEATS, desc="profiling", unit="step") as bar:
-        cost, explained = fit_cost(steps, bar.update)
-    print(f"fitted to this machine, in seconds (explains {explained:.1%} of what the steps took):")
-    print("  " + " ".join(f"cost.{key}={value:.4g}" for key, value in asdict(cost).items()))
-    return cost
+    return show_fitted_cost(training_steps(config))
 
 
 def _row(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from statistics import median
 
 import numpy as np
+from tqdm import tqdm
 
 from dflash.benchmarks.steps import TrainingSteps, Work
 from dflash.cost import CostModel
@@ -12,6 +13,16 @@ from dflash.samplers.limits import BatchLimits, IntArray
 NUM_LENGTHS = 6  # batches of so many different lengths ...
 SHARES = (1.0, 0.4)  # ... each filling such shares of the token budget
 REPEATS = 3
+
+
+def show_fitted_cost(steps: TrainingSteps) -> CostModel:
+    """`fit_cost` with a progress bar, and its result on the screen."""
+    with tqdm(total=NUM_LENGTHS * len(SHARES) * REPEATS, desc="fitting the cost model", unit="step") as bar:
+        cost, explained = fit_cost(steps, bar.update)
+    print(
+        f"fitted to this machine, in seconds (explains {explained:.1%} of what the steps took):\n  {cost}", flush=True
+    )
+    return cost
 
 
 def fit_cost(steps: TrainingSteps, on_step: Callable[[], object] = lambda: None) -> tuple[CostModel, float]:
