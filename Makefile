@@ -35,8 +35,9 @@ demo-long: $(VENV)/.installed
 	$(BIN)/python -m dflash.train experiment=demo_long hydra.run.dir=$(DEMO_RUN)
 	$(BIN)/python -m dflash.evaluate run=$(DEMO_RUN) num_prompts=64 max_new_tokens=64 hydra.run.dir=$(DEMO_RUN)/evaluate
 
+# A thread for each of the two workers: with more, each one's threads wait for those of the other, twice as long in all.
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu

@@ -15,6 +15,9 @@ COMMON = [
 ]  # fmt: skip
 
 
+_POOL = ["placement=pool", "placement.targets=[cpu,cpu,cpu]"]  # two replicas for rank 0, one for rank 1
+
+
 def run_folder(cwd: Path) -> Path:
     (config,) = cwd.glob("outputs/train/*/*/config.yaml")
     return config.parent
@@ -22,19 +25,25 @@ def run_folder(cwd: Path) -> Path:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("sampler", "placement"),
+    ("sampler", "placement", "tolerance"),
     [
-        ("bucketed", ["placement=pool", "placement.targets=[cpu,cpu,cpu]"]),  # two replicas for rank 0, one for rank 1
-        ("packed", []),
+        ("bucketed", [*_POOL, "placement.routing=least_loaded"], 1e-6),
+        ("random", [*_POOL, "placement.routing=split_by_length"], 1e-5),  # other shapes round otherwise
+        ("packed", [], 1e-6),
     ],
 )
 def test_two_ranks_are_one_process_with_the_same_global_batch(
-    sampler: str, placement: list[str], cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sampler: str,
+    placement: list[str],
+    tolerance: float,
+    cache_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # of tests.inject
-    # Batches of other sizes on the two ranks; once or twice one of them has nothing to train; validation has one batch
+    # Batches of other sizes on the two ranks; now and then one of them has nothing to train; validation has one batch
     # only, which is split between them.
-    empty = "+callbacks.inject={_target_: tests.inject.Inject, empty_with: [3, 4]}"
+    empty = "+callbacks.inject={_target_: tests.inject.Inject, empty_with: [3, 4, 29]}"
     options = [*COMMON, f"sampler={sampler}", f"cache_dir={cache_dir}", empty]
     two = run_module("train", *options, *placement, "trainer.devices=2", cwd=tmp_path)
     assert two.returncode == 0, two.stdout + two.stderr
@@ -51,9 +60,9 @@ def test_two_ranks_are_one_process_with_the_same_global_batch(
     ):
         assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]], tag
         for (_, value), (_, expected) in zip(ours[tag], theirs[tag], strict=True):
-            assert value == pytest.approx(expected, rel=1e-6, abs=1e-6), tag
+            assert value == pytest.approx(expected, rel=tolerance, abs=tolerance), tag
     summaries = [json.loads((f / "summary.json").read_text()) for f in (run_folder(tmp_path), tmp_path / "one")]
-    assert 1 <= summaries[0]["batches_without_anchor"] <= 2
+    assert 1 <= summaries[0]["batches_without_anchor"] <= 3
     for key in ("batches_without_anchor", "steps", "epochs", "samples", "real_tokens", "padded_tokens", "anchors"):
         assert summaries[0][key] == summaries[1][key], key
     assert summaries[0]["eta2_ratio"] == pytest.approx(summaries[1]["eta2_ratio"], rel=1e-6)

@@ -399,7 +399,12 @@ def test_a_run_whose_batches_are_cut_by_length_is_the_run_inline(tmp_path: Path)
               "callbacks.decoding.num_prompts=2", "callbacks.decoding.max_new_tokens=8"]  # fmt: skip
     cut = ["placement=pool", "placement.targets=[cpu,cpu,cpu]", "placement.routing=split_by_length"]
     assert train_here(tmp_path / "inline", tmp_path / "cache", *common) == 0
-    assert train_here(tmp_path / "cut", tmp_path / "cache", *common, *cut, "placement.threads_per_replica=1") == 0
+    assert (
+        train_here(
+            tmp_path / "cut", tmp_path / "cache", *common, *cut, "placement.threads_per_replica=1", "num_workers=1"
+        )
+        == 0
+    )
     expected, got = scalars(tmp_path / "inline"), scalars(tmp_path / "cut")
     for tag in ("train/loss", "grad/norm", "decode/acceptance_length"):
         assert got[tag] == [(step, pytest.approx(value, rel=1e-5)) for step, value in expected[tag]], tag
