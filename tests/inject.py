@@ -1,6 +1,7 @@
 """A callback for tests: makes chosen optimizer steps go wrong."""
 
 import math
+import signal
 import threading
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ class Inject(Callback):
         nan_at: steps that see a batch whose hidden states are not numbers.
         empty_with: samples that take their whole batch's anchors away, whichever rank has it.
         fail_at: step at which rank 0 fails, while all others hang.
+        terminate_at_end: send SIGTERM behind the last validation.
     """
 
     def __init__(
@@ -26,8 +28,10 @@ class Inject(Callback):
         nan_at: Sequence[int] = (),
         empty_with: Sequence[int] = (),
         fail_at: int | None = None,
+        terminate_at_end: bool = False,
     ) -> None:
         self.large_at, self.nan_at, self.empty_with, self.fail_at = large_at, nan_at, empty_with, fail_at
+        self.terminate_at_end = terminate_at_end
         self.batch_idx = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
@@ -41,6 +45,10 @@ class Inject(Callback):
             if trainer.is_global_zero:
                 raise RuntimeError("rank 0 fails on purpose")
             threading.Event().wait()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.terminate_at_end:
+            signal.raise_signal(signal.SIGTERM)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step + 1 in self.large_at and completes_step(trainer, self.batch_idx):

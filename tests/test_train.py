@@ -100,6 +100,14 @@ def start_long_run(cwd: Path, cache_dir: Path) -> "subprocess.Popen[str]":
     raise AssertionError("the run ended before its second step")
 
 
+def test_a_signal_behind_the_last_validation_gives_its_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = "+callbacks.inject={_target_: tests.inject.Inject, terminate_at_end: true}"
+    assert train_here(tmp_path / "run", tmp_path / "cache", "max_steps=2", "callbacks.decoding=null", late) == 143
+    assert "SIGTERM after optimizer step 2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_first_signal_finishes_the_step_saves_and_exits(
     number: signal.Signals, exit_code: int, cache_dir: Path, tmp_path: Path

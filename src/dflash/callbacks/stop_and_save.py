@@ -90,13 +90,17 @@ class StopAndSave(Checkpoint):  # Lightning runs Checkpoint callbacks last, when
         Not with several ranks: they have different numbers of validation batches, and must end together.
         """
         if trainer.world_size == 1:
-            self._end_validation(trainer, pl_module)
+            self._end_if_signalled(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Several ranks end here, together."""
-        self._end_validation(trainer, pl_module)
+        self._end_if_signalled(trainer, pl_module)
 
-    def _end_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A signal came behind the last validation: nothing is lost, and the exit code tells of it all the same."""
+        self._end_if_signalled(trainer, pl_module)
+
+    def _end_if_signalled(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and (signal_number := self._signal_on_any_rank(trainer, pl_module)):
             raise RunInterruptedError(signal_number, trainer.global_step)
 
