@@ -5,7 +5,8 @@ import torch
 from transformers import GPT2Config
 
 from dflash.target.ends import target_ends
-from dflash.target.frozen import FrozenTarget, resolve_mask_token_id, spaced_layer_ids
+from dflash.target.frozen import FrozenTarget, resolve_mask_token_id
+from dflash.target.layers import spaced_layer_ids
 from dflash.target.tiny import build_tiny_model, build_tiny_tokenizer
 from tests.models import ARCHITECTURES, random_model
 

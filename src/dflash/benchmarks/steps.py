@@ -19,7 +19,8 @@ from dflash.flops import DrafterShape, TargetShape
 from dflash.measuring import peak_tensor_bytes, synchronised_seconds
 from dflash.samplers.base import Plan
 from dflash.samplers.limits import BatchLimits
-from dflash.target.frozen import FrozenTarget, decoder_layers
+from dflash.target.frozen import FrozenTarget
+from dflash.target.layers import decoder_layers
 from dflash.training.lightning_module import DFlashModule
 from dflash.training.objective import block_labels
 

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from dflash.checks import check_integer, check_positive
 from dflash.drafter.block_attention import check_backend
-from dflash.target.frozen import check_layer_ids, spaced_layer_ids
+from dflash.target.layers import check_layer_ids, spaced_layer_ids
 
 
 @dataclass(frozen=True)

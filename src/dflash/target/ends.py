@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from dflash.target.frozen import decoder_layers
+from dflash.target.layers import decoder_layers
 
 _PROBE_TOKENS = 8
 
