@@ -21,6 +21,7 @@ from dflash.placement.inline import InlinePlacement
 from dflash.placement.pipeline import Pipeline, PipelineFigures, PoolState
 from dflash.placement.pool import PoolPlacement, replica_devices
 from dflash.placement.queues import Part
+from dflash.placement.ranks import drafter_device
 from dflash.placement.replica import Replica
 from dflash.target.frozen import FrozenTarget
 from tests.commands import scalars, train_here
@@ -257,6 +258,18 @@ def test_a_replica_that_hangs_ends_the_run() -> None:
 def test_devices_that_there_are_not_are_named(targets: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"placement\.targets.*{message}"):
         replica_devices(targets, [CPU])
+
+
+def test_a_drafters_device_is_the_one_that_is_asked_for_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert drafter_device("auto", 1) == drafter_device("gpu", 1) == torch.device("cuda", 1)
+    assert drafter_device("cpu", 1) == CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert drafter_device("auto", 0) == CPU
+    with pytest.raises(ValueError, match=r"trainer\.accelerator=gpu, but torch finds no CUDA device here"):
+        drafter_device("gpu", 0)
+    with pytest.raises(ValueError, match=r"trainer\.accelerator='mps' is not supported\. Allowed: auto, gpu, cpu"):
+        drafter_device("mps", 0)
 
 
 def test_replicas_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
