@@ -74,6 +74,7 @@ KINDS = {
     "target": (1, "injected into a target", (_READ, _PASS)),
     "collate": (1, "injected into collate", (_COLLATE,)),
     "drafter": (1, "injected into the drafter", (_TRAIN, _UPDATE, _VALIDATE)),
+    "loader hang": (1, "the loader has not brought it", (_COLLATE,)),  # in a process of its own
     "hang": (1, "did not come within placement.hang_timeout_seconds", (_READ, _PASS)),
     "ctrl-c": (130, "SIGINT: finishing the optimizer step, then saving", _ANYWHERE),
     "sigterm": (143, "SIGTERM: finishing the optimizer step, then saving", _ANYWHERE),
@@ -95,7 +96,7 @@ class Fault:
     delay_seconds: float
 
     def __str__(self) -> str:
-        return f"{self.kind:9} in {self.place.rpartition('.')[2]} {self.at_call} + {self.delay_seconds:g} s"
+        return f"{self.kind:11} in {self.place.rpartition('.')[2]} {self.at_call} + {self.delay_seconds:g} s"
 
 
 def random_fault(source: random.Random, kind: str) -> Fault:
@@ -134,7 +135,7 @@ def inject(fault: Fault, happened: Any) -> None:
 def _strike(kind: str) -> None:
     if kind in ("target", "collate", "drafter"):
         raise InjectedError(KINDS[kind][1])
-    if kind == "hang":
+    if kind in ("hang", "loader hang"):
         threading.Event().wait()
     elif kind == "full disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, _MOST_BYTES))
@@ -167,9 +168,11 @@ def train_process(overrides: list[str], output: Path, fault: Fault | None = None
 
     process = multiprocessing.get_context("fork").Process(target=body)
     process.start()
-    process.join(120)
+    process.join(60)
     ended = time.time()
-    assert process.exitcode is not None, f"still running after 120 s: {output}"
+    if process.exitcode is None:
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    assert process.exitcode is not None, f"still running after 60 s: {output}"
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid or 0, 0)
         raise AssertionError(f"a process of this run is left: {output}")
@@ -209,13 +212,14 @@ class Bench:
         """
         expected, run_folder = self.expected(setup), self.folder / name
         output = self.folder / f"{name}.txt"
-        code, seconds, shown = train_process(self.overrides(setup, run_folder), output, fault)
+        of_run = [*self.overrides(setup, run_folder), f"num_workers={int(fault.kind == 'loader hang')}"]
+        code, seconds, shown = train_process(of_run, output, fault)
         expected_code, words, _ = KINDS[fault.kind]
         assert code == expected_code, f"exit code {code}, expected {expected_code}\n{shown[-3000:]}"
         assert words in shown, f"{words!r} is not on the screen\n{shown[-3000:]}"
         if fault.kind == "full disk":  # a fault of nobody's code
             assert "Traceback" not in shown, shown[-3000:]
-        limit = END_SECONDS + (HANG_TIMEOUT_SECONDS if fault.kind == "hang" else 0.0)
+        limit = END_SECONDS + (HANG_TIMEOUT_SECONDS if fault.kind in ("hang", "loader hang") else 0.0)
         assert seconds < limit, f"ended {seconds:.1f} s after the fault"
 
         checkpoint = run_folder / "checkpoints" / "last.ckpt"

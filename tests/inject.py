@@ -44,7 +44,7 @@ class Inject(Callback):
         if trainer.global_step + 1 == self.fail_at:
             if trainer.is_global_zero:
                 raise RuntimeError("rank 0 fails on purpose")
-            threading.Event().wait()
+            threading.Event().wait(120)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.terminate_at_end:

@@ -1,11 +1,15 @@
 """A run that was stopped and resumed is the run that was not, to the bit."""
 
 import json
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from dflash.callbacks.stop_and_save import RunInterruptedError, StopAndSave
 from tests.commands import scalars, train_here
 
 STEPS = 7
@@ -144,3 +148,18 @@ def test_init_from_takes_the_weights_and_nothing_else(undisturbed: Path, cache_d
     assert float.fromhex(str(first["loss"])) != float.fromhex(str(again["loss"])), "the weights do not"
     with pytest.raises(ValueError, match=r"init_from=.*its drafter is another: layers\.1"):
         train_here(tmp_path, cache_dir, *options(tmp_path), f"init_from={undisturbed}", "drafter.num_layers=2")
+
+
+def test_ranks_agree_on_a_signal_on_the_device_that_they_reduce_on(tmp_path: Path) -> None:
+    """When fit ends, Lightning has moved the module elsewhere."""
+    reduced = []
+
+    def reduce(number: torch.Tensor, reduce_op: str) -> torch.Tensor:
+        reduced.append((number.device, reduce_op))
+        return torch.tensor(signal.SIGTERM)  # that another rank has received
+
+    strategy = SimpleNamespace(root_device=torch.device("meta"), reduce=reduce)
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn="fit"), world_size=2, global_step=1, strategy=strategy)
+    with pytest.raises(RunInterruptedError, match="SIGTERM after optimizer step 1"):
+        StopAndSave(tmp_path, 1).on_fit_end(trainer, None)  # type: ignore[arg-type]
+    assert reduced == [(torch.device("meta"), "max")]

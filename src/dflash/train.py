@@ -145,9 +145,9 @@ def run(config: DictConfig, run_folder: Path) -> int:
     frozen_target = FrozenTarget(target_model(), drafter.target_layer_ids, target_device, target.prefill_chunk)
     if plan.packed:
         frozen_target.check_packing()
-    elif limits.max_samples != 1:
-        longest = max(limits.planned_lengths(samples.lengths).max() for samples in (train_samples, val_samples))
-        frozen_target.check_padding(int(limits.padded_lengths(longest)))
+    else:
+        longest = max(limits.longest_row(samples.lengths) for samples in (train_samples, val_samples))
+        frozen_target.check_padding(longest, limits.pad_multiple, is_alone=limits.max_samples == 1)
     placement.open(frozen_target)
     if not config.init_from:
         drafter.scale_initial_logits(placement.ends.head)
@@ -188,17 +188,18 @@ def run(config: DictConfig, run_folder: Path) -> int:
             trainer.validate(module, datamodule, verbose=False)
             if trainer.is_global_zero:
                 summary.note_untrained(module.latest_metrics)
-        trainer.fit(module, datamodule, ckpt_path=resume_checkpoint, weights_only=True)
-    except RunInterruptedError as error:
-        interrupted = error
+        try:
+            trainer.fit(module, datamodule, ckpt_path=resume_checkpoint, weights_only=True)
+        except RunInterruptedError as error:
+            interrupted = error
+        counts = totals.over_all_ranks(trainer)
+        throughput = callbacks["throughput"].since_warmup(trainer) if "throughput" in callbacks else None
+        eta2_ratio = callbacks["mixing"].over_run(trainer) if "mixing" in callbacks else None
     except BaseException:
         end_started_ranks(trainer)
         raise
     finally:
         placement.close()
-    counts = totals.over_all_ranks(trainer)
-    throughput = callbacks["throughput"].since_warmup(trainer) if "throughput" in callbacks else None
-    eta2_ratio = callbacks["mixing"].over_run(trainer) if "mixing" in callbacks else None
     if not trainer.is_global_zero:
         return 0  # a rank that ended with another code would make Lightning kill the first one at its summary
     print(

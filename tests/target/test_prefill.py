@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import FalconH1Config, MistralConfig, Phi3Config, PretrainedConfig
+from transformers import FalconH1Config, LlamaConfig, MistralConfig, Phi3Config, PretrainedConfig
 
 from dflash.target.frozen import FrozenTarget
 from tests.models import ARCHITECTURES, GROUPED, random_model
@@ -71,10 +71,24 @@ def test_rows_that_would_change_a_shorter_samples_rotary_embedding_are_refused()
     )
     torch.testing.assert_close(in_16, alone, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(in_17, alone, rtol=1e-2)
-    target.check_padding(16)
-    with pytest.raises(ValueError, match=r"phi3 .*longrope.* more than 16 tokens, and rows of up to 17 .*_tokens=16"):
-        target.check_padding(17)
-    FrozenTarget(random_model(ARCHITECTURES["qwen3"]), [0, 2]).check_padding(10**6)
+    target.check_padding(16, 1, is_alone=False)
+    target.check_padding(17, 1, is_alone=True)
+    with pytest.raises(ValueError, match=r"phi3 .*longrope.* more than 16 tokens, and rows of up to 18 .*_tokens=12:"):
+        target.check_padding(18, 6, is_alone=False)
+    FrozenTarget(random_model(ARCHITECTURES["qwen3"]), [0, 2]).check_padding(10**6, 16, is_alone=False)
+
+
+def test_a_rotary_embedding_that_depends_on_earlier_passes_is_refused_also_for_samples_alone() -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    target = FrozenTarget(
+        random_model(LlamaConfig(**GROUPED, max_position_embeddings=16, rope_parameters=dynamic)), [2]
+    )
+    ids = torch.arange(3, 23)[None]
+    before = target.hidden_states(ids)
+    target.hidden_states(torch.arange(3, 63)[None])
+    assert (target.hidden_states(ids) - before).abs().max() > 1e-6
+    with pytest.raises(ValueError, match=r"llama .*dynamic.* more than 16 tokens, and rows of up to 20"):
+        target.check_padding(20, 1, is_alone=True)
 
 
 def test_packing_is_checked_in_one_pass_whatever_the_chunk() -> None:

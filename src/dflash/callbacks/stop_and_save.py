@@ -53,7 +53,8 @@ class StopAndSave(Checkpoint):  # Lightning runs Checkpoint callbacks last, when
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._note_signal:  # Lightning has given back those of its own run already
+                signal.signal(number, handler)
         self._previous_handlers = {}
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
@@ -72,7 +73,7 @@ class StopAndSave(Checkpoint):  # Lightning runs Checkpoint callbacks last, when
         if not completes_step(trainer, batch_idx):
             return
         step = trainer.global_step
-        signal_number = self._signal_on_any_rank(trainer, pl_module)
+        signal_number = self._signal_on_any_rank(trainer)
         finished = step >= min(trainer.max_steps, self.stop_after_steps or trainer.max_steps)
         # Before a validation too: it can take long, and a signal in the middle of it ends the run without a save.
         assert trainer.val_check_batch is not None
@@ -90,21 +91,22 @@ class StopAndSave(Checkpoint):  # Lightning runs Checkpoint callbacks last, when
         Not with several ranks: they have different numbers of validation batches, and must end together.
         """
         if trainer.world_size == 1:
-            self._end_if_signalled(trainer, pl_module)
+            self._end_if_signalled(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Several ranks end here, together."""
-        self._end_if_signalled(trainer, pl_module)
+        self._end_if_signalled(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A signal came behind the last validation: nothing is lost, and the exit code tells of it all the same."""
-        self._end_if_signalled(trainer, pl_module)
+        self._end_if_signalled(trainer)
 
-    def _end_if_signalled(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and (signal_number := self._signal_on_any_rank(trainer, pl_module)):
+    def _end_if_signalled(self, trainer: Trainer) -> None:
+        if trainer.state.fn == "fit" and (signal_number := self._signal_on_any_rank(trainer)):
             raise RunInterruptedError(signal_number, trainer.global_step)
 
-    def _signal_on_any_rank(self, trainer: Trainer, pl_module: LightningModule) -> int:
+    def _signal_on_any_rank(self, trainer: Trainer) -> int:
         # Ranks must agree, or those without the signal wait for ever in the next reduction.
-        number = torch.tensor(self.received_signal or 0, device=pl_module.device)
+        # root_device: when fit ends, Lightning has moved the module to the CPU, where NCCL can not reduce.
+        number = torch.tensor(self.received_signal or 0, device=trainer.strategy.root_device)
         return int(trainer.strategy.reduce(number, reduce_op="max")) if trainer.world_size > 1 else int(number)

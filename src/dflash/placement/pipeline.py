@@ -3,11 +3,14 @@
 All state lies behind one lock, which the passes of a pool share: batches are few and large, nobody waits long for it.
 """
 
+import multiprocessing
+import signal
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.util import Finalize
 
 import torch
 from torch import Tensor
@@ -128,8 +131,13 @@ class Pipeline:
         if not self.threads:
             return
         deadline = time.monotonic() + (0.0 if self.is_hanging else _JOIN_SECONDS)
+        loader = self.threads[0]
         while self.threads:
-            self.threads.pop().join(max(deadline - time.monotonic(), 0.0))
+            thread = self.threads.pop()
+            if thread is not threading.current_thread():  # as where garbage collection ends this pass
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        if loader.is_alive():
+            Finalize(None, _end_loader_processes, exitpriority=1)
         self.hidden.clear()
         self.parts.clear()
         if self.threads_per_replica is not None:
@@ -142,7 +150,9 @@ class Pipeline:
 
     def _guarded(self, body: Callable[..., None], *arguments: int) -> None:
         try:
-            body(*arguments)
+            # A new thread's device is cuda:0, where pinning memory and leaving a stream would open a context.
+            with current_device(self.device):
+                body(*arguments)
         except BaseException as error:  # whatever it is, the drafter's thread has to raise it
             with self.changed:
                 self.state.error = self.state.error or error
@@ -152,20 +162,19 @@ class Pipeline:
     def _distribute(self) -> None:
         """Give every batch of the loader to replicas as q_pre has room."""
         queues, number = self.queues, 0
-        with current_device(self.device):  # a new thread's is cuda:0, where pinning memory would open a context
-            for number, batch in enumerate(self.loader, start=1):
-                tokens = batch.num_padded_tokens
-                with self.changed:
-                    self.changed.wait_for(lambda: self.is_stopping or queues.has_room(tokens))  # noqa: B023
-                    if self.is_stopping:
-                        return
-                    loads = list(queues.loads)
-                parts = self.route(batch, loads)  # outside the lock: of thousands of samples it takes its time
-                with self.changed:
-                    queues.put(number - 1, batch, tokens, parts)
-                    self.figures.brought += 1
-                    self.figures.most_waiting_tokens = max(self.figures.most_waiting_tokens, queues.waiting_tokens)
-                    self.changed.notify_all()
+        for number, batch in enumerate(self.loader, start=1):
+            tokens = batch.num_padded_tokens
+            with self.changed:
+                self.changed.wait_for(lambda: self.is_stopping or queues.has_room(tokens))  # noqa: B023
+                if self.is_stopping:
+                    return
+                loads = list(queues.loads)
+            parts = self.route(batch, loads)  # outside the lock: of thousands of samples it takes its time
+            with self.changed:
+                queues.put(number - 1, batch, tokens, parts)
+                self.figures.brought += 1
+                self.figures.most_waiting_tokens = max(self.figures.most_waiting_tokens, queues.waiting_tokens)
+                self.changed.notify_all()
         with self.changed:
             queues.num_batches = number
             self.changed.notify_all()
@@ -216,12 +225,19 @@ class Pipeline:
         with self.changed:
             begin = time.perf_counter()
             is_in_time = self.changed.wait_for(
-                lambda: state.error is not None or queues.is_ready(number) or queues.num_batches == number,
+                lambda: (
+                    state.error is not None
+                    or self.is_stopping
+                    or queues.is_ready(number)
+                    or queues.num_batches == number
+                ),
                 timeout=self.hang_timeout_seconds,
             )
             self.figures.drafter_wait_seconds += time.perf_counter() - begin
             if state.error is not None:
                 raise state.error
+            if self.is_stopping:
+                raise RuntimeError("This pass over the batches was ended: its pool is closed.")
             if not is_in_time:
                 self.is_hanging = True
                 raise RuntimeError(self._hang_text(number))
@@ -255,3 +271,13 @@ class Pipeline:
             f"Batch {number} of this pass did not come within placement.hang_timeout_seconds="
             f"{self.hang_timeout_seconds:g}: {where}."
         )
+
+
+def _end_loader_processes() -> None:
+    """At exit, where a loader was left at work: its processes ignore the signal with which Python would end them.
+
+    See `DFlashDataModule`; Python would then wait for them for ever.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    for process in multiprocessing.active_children():
+        process.kill()

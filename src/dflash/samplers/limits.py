@@ -79,6 +79,12 @@ class BatchLimits:
         """`lengths`, any shape, rounded up to `pad_multiple`."""
         return -(-lengths // self.pad_multiple) * self.pad_multiple
 
+    def longest_row(self, lengths: IntArray) -> int:
+        """Tokens of the longest padded row that samples of these lengths come to."""
+        padded = self.padded_lengths(self.planned_lengths(lengths))
+        kept = padded[padded <= self.token_budget] if self.too_long == "drop" else padded
+        return int(kept.max(initial=0))
+
     def planned_anchors(self, num_anchorable: IntArray) -> IntArray:
         """The most anchors each sample can bring, any shape.
 

@@ -144,24 +144,28 @@ class FrozenTarget:
         if from_alone > max(16 * epsilon, 1e-3) or from_company > max(4 * epsilon, 1e-5):
             raise ValueError(_no_packing_text(config.model_type, "its samples are not read as if each were alone"))
 
-    def check_padding(self, longest_tokens: int) -> None:
+    def check_padding(self, longest_tokens: int, pad_multiple: int, *, is_alone: bool) -> None:
         """Make sure that a sample's states do not depend on the width that it is padded to.
 
         Args:
             longest_tokens: of any row, padding included.
+            pad_multiple: rows are padded to multiples of it.
+            is_alone: every sample is read in a pass of its own.
 
         Raises:
             ValueError: rows of this width change the rotary embedding of shorter samples beside them.
         """
         config = self.model.config.get_text_config()
         for rope in _ropes_that_change(config):
+            if is_alone and rope["rope_type"] == "longrope":  # the other kind depends on earlier passes, too
+                continue
             unchanged = rope.get("original_max_position_embeddings") or config.max_position_embeddings
             if longest_tokens > unchanged:
                 raise ValueError(
                     f"The target's architecture {config.model_type} has a rotary embedding ({rope['rope_type']}) that "
                     f"is another one in passes over more than {unchanged} tokens, and rows of up to {longest_tokens} "
                     "would change it for shorter samples beside them. Set data.max_length_tokens="
-                    f"{unchanged} (longer samples are cut or left out, and counted), or batch.max_samples=1."
+                    f"{unchanged // pad_multiple * pad_multiple}: longer samples are cut or left out, and counted."
                 )
 
     @contextmanager
