@@ -1,10 +1,11 @@
 """Faults at random moments of runs with a pool: each run must end soon, say why, leave nothing behind, and resume.
 
-    python -m tests.faults --count 200          # takes some 20 minutes; --seed, --kind, --setup
+    python -m tests.faults --count 200          # takes some 10 minutes; --seed, --kind, --setup
 
-A fault is an exception in a target, in collate or in the drafter, a target that hangs, Ctrl-C, SIGTERM, or a disk that
-is full when a checkpoint is written. Every faulty run is a process of its own, forked from this one, which has imported
-everything already. Afterwards it is resumed, and must come to the weights and losses of a run that nothing disturbed.
+A fault is an exception in a target, in collate or in the drafter, a target or a process of the loader that hangs,
+Ctrl-C, SIGTERM, or a disk that is full when a checkpoint is written. Every faulty run is a process of its own, forked
+from this one, which has imported everything already. Afterwards it is resumed, and must come to the weights and losses
+of a run that nothing disturbed.
 """
 
 import argparse
