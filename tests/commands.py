@@ -46,7 +46,12 @@ def scalars(run_folder: Path) -> dict[str, list[tuple[int, float]]]:
     """All scalars of a run's event files as TensorBoard would show them: tag -> [(step, value)]."""
     events = EventAccumulator(str(run_folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    # Files are read in the order of their names, which end in a count of the process's files: .10 comes before .9. A
+    # run has a file of its untrained validation and one of its training, often of the same second.
+    return {
+        tag: sorted([(e.step, e.value) for e in events.Scalars(tag)], key=lambda point: point[0])
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def run_module(command: str, *overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
