@@ -82,6 +82,8 @@ KINDS = {
     "full disk": (1, "could not be written: File too large", (_SAVE,)),
 }
 
+HANGS = ("hang", "loader hang")
+
 
 class InjectedError(Exception):
     """The fault."""
@@ -136,7 +138,7 @@ def inject(fault: Fault, happened: Any) -> None:
 def _strike(kind: str) -> None:
     if kind in ("target", "collate", "drafter"):
         raise InjectedError(KINDS[kind][1])
-    if kind in ("hang", "loader hang"):
+    if kind in HANGS:
         threading.Event().wait()
     elif kind == "full disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, _MOST_BYTES))
@@ -220,7 +222,7 @@ class Bench:
         assert words in shown, f"{words!r} is not on the screen\n{shown[-3000:]}"
         if fault.kind == "full disk":  # a fault of nobody's code
             assert "Traceback" not in shown, shown[-3000:]
-        limit = END_SECONDS + (HANG_TIMEOUT_SECONDS if fault.kind in ("hang", "loader hang") else 0.0)
+        limit = END_SECONDS + (HANG_TIMEOUT_SECONDS if fault.kind in HANGS else 0.0)
         assert seconds < limit, f"ended {seconds:.1f} s after the fault"
 
         checkpoint = run_folder / "checkpoints" / "last.ckpt"

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dflash.checks import check_integer
 from dflash.command import command
+from dflash.config import instantiate, named_options
 
 if TYPE_CHECKING:
     from dflash.benchmarks.kernels import KernelSizes
@@ -47,7 +48,6 @@ def bench(config: DictConfig, out_folder: Path) -> None:
     import torch
 
     from dflash.benchmarks.setup import training_steps
-    from dflash.config import instantiate, named_options
     from dflash.measuring import matrix_peak
     from dflash.memory import keep_freed_memory
 
@@ -137,7 +137,6 @@ def bench_placements(
     """Whole steps under every placement, measured and simulated: `placements.csv`."""
     from dflash.benchmarks.fit import show_fitted_cost
     from dflash.benchmarks.placements import PlacementRow, measure_placements
-    from dflash.config import named_options
     from dflash.data.schedule import plan_samples
 
     (sampler,) = named_options("samplers", OmegaConf.create([config.placement_sampler]), config).values()

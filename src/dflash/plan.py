@@ -126,9 +126,9 @@ def plan(config: DictConfig, out_folder: Path, overrides: list[str]) -> None:
     print(f"\n{out_folder / 'plan.csv'}\n{out_folder / 'plan.png'}", flush=True)
     if scenario:
         fastest = study(scenario, config, cost, out_folder, {row["sampler"] for row in mixed})
-        laid_out = Topology.parse(fastest.topology).train_overrides(fastest.routing, scenario.batches_per_step)
-        is_pool = fastest.topology != "inline"
-        _show_command(train_overrides(fastest.sampler, config, overrides, with_cost=is_pool) + laid_out)
+        topology = Topology.parse(fastest.topology)
+        planned = train_overrides(fastest.sampler, config, overrides, with_cost=topology.targets > 0)
+        _show_command(planned + topology.train_overrides(fastest.routing, scenario.batches_per_step))
 
 
 def _show_command(overrides: list[str]) -> None:

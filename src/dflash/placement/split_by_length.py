@@ -47,7 +47,8 @@ def length_groups(
     if any(loads) or len(loads) == 1:
         cuts = _best_cuts(costs, max_groups, np.add)
         work = [sum(costs[i, j] for i, j in pairwise(bounds)) for bounds in cuts]
-        bounds = next(cut for cut, cost_ in zip(cuts, work, strict=True) if cost_ <= HARDLY_MORE * min(work))
+        enough = HARDLY_MORE * min(work)
+        bounds = next(cut for cut, of_cut in zip(cuts, work, strict=True) if of_cut <= enough)
     else:
         bounds = _best_cuts(costs, min(max_groups, len(loads)), np.maximum)[-1]
     before = list(loads)
